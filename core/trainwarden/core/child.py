@@ -46,7 +46,6 @@ def spawn(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     new_session: bool = True,
-    pass_fds: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
     """Start a child with output to files (never to a pipe that could fill or break). Raises ChildError."""
     try:
@@ -58,7 +57,6 @@ def spawn(
             env=env,
             cwd=cwd,
             start_new_session=new_session,
-            pass_fds=pass_fds,
         )
     except OSError as error:
         raise ChildError(f"{command[0]}: cannot be started: {error.strerror or error}") from error

@@ -1,0 +1,26 @@
+"""All commands, one file a noun."""
+
+import sys
+
+import typer
+
+from trainwarden.app.cli import demo, run
+from trainwarden.core.errors import TrainwardenError
+
+_app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Watches a training job, says what is wrong, where and why.",
+)
+_app.command("run")(run.run)
+_app.command("demo")(demo.demo)
+
+
+def run_commands() -> None:
+    """Parse and run; what we raise on purpose becomes one line and an exit status, never a traceback."""
+    try:
+        _app()
+    except TrainwardenError as error:
+        sys.stderr.write(f"trainwarden: {error}\n")
+        sys.exit(run.EXIT_STATUS.get(type(error), 1))

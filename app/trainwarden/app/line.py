@@ -1,0 +1,59 @@
+"""The line of one job: frames, events and ticks in, findings out. Pure; a replay of what it was fed gives the same."""
+
+from collections.abc import Mapping, Sequence
+
+from trainwarden.core.model import Event, Finding, Frame, Input, StepMatrix, Tick, Topology
+from trainwarden.core.ports import Detector
+from trainwarden.core.steps import StepAssembler
+
+
+class Line:
+    """The assembler and the job's detectors."""
+
+    def __init__(self, assembler: StepAssembler, detectors: Sequence[Detector]) -> None:
+        self._assembler = assembler
+        self._detectors = tuple(detectors)
+        self.topology: Topology | None = None
+        self.last: StepMatrix | None = None
+        """The newest closed step."""
+
+    def feed(self, item: Frame | Event | Tick) -> list[Finding]:
+        """Take one recorded item, in seen_ns order."""
+        findings = self._tell(item)
+        for closed in self._assembler.feed(item):
+            findings += self._closed(closed)
+        return findings
+
+    def finish(self) -> list[Finding]:
+        """The job ended: close what is open."""
+        return [finding for closed in self._assembler.finish() for finding in self._closed(closed)]
+
+    @property
+    def parts(self) -> Mapping[str, StepAssembler | Detector]:
+        """What has state to snapshot, by name."""
+        return {"assembler": self._assembler, **{detector.name: detector for detector in self._detectors}}
+
+    def _closed(self, closed: Topology | StepMatrix) -> list[Finding]:
+        if isinstance(closed, Topology):
+            self.topology = closed
+        else:
+            self.last = closed
+        return self._tell(closed)
+
+    def _tell(self, item: Input) -> list[Finding]:
+        topic = _topic(item)
+        return [f for detector in self._detectors if topic in detector.wants for f in detector.update(item)]
+
+
+def _topic(item: Input) -> str:
+    match item:
+        case Topology():
+            return "topology"
+        case StepMatrix():
+            return "steps"
+        case Tick():
+            return "tick"
+        case Frame():
+            return item.schema
+        case Event():
+            return item.kind

@@ -1,0 +1,96 @@
+"""The server in process: records what arrives, feeds the line, lets the machines decide, and tells people.
+
+Order matters and is the same for every item: recorded, then fed to the line; each finding and event goes through the
+engine (journal first); each instruction is carried out. A notifier that fails is asked again and holds up nobody.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from trainwarden.app.engine import Engine
+from trainwarden.app.line import Line
+from trainwarden.core.errors import DeliveryError
+from trainwarden.core.model import Event, Finding, Frame, Incident, Instruction, Look, Notice, Tick
+from trainwarden.core.ports import Notifier
+from trainwarden.core.recording import Recorder
+
+UNDELIVERED_MAX = 1000
+"""Notices kept for another try; beyond that the oldest are dropped and counted."""
+
+RETRY_S = 1.0
+
+_NOT_JOURNALLED = frozenset({"mark.note", "telemetry.lost"})
+"""Events that no machine decides on and that can come in any number; the recording has them."""
+
+
+class Server:
+    """One job's line, engine, recorder and notifiers."""
+
+    def __init__(
+        self,
+        *,
+        line: Line,
+        engine: Engine,
+        recorder: Recorder,
+        notifiers: Mapping[str, Notifier],
+        look: Callable[[Look], None],
+    ) -> None:
+        self.line, self.engine = line, engine
+        self._recorder, self._notifiers, self._look = recorder, notifiers, look
+        self.incidents: dict[str, Incident] = {}
+        """The newest revision of each incident."""
+        self.undelivered: deque[Notice] = deque(maxlen=UNDELIVERED_MAX)
+        self._retry_ns = 0
+
+    def ingest(self, items: Iterable[Frame | Event | Tick], now_ns: int) -> None:
+        """Take items in the order they came; now_ns is the receiver's stamp of all of them."""
+        for item in items:
+            stamped = replace(item, seen_ns=now_ns)
+            self._recorder.write(stamped)
+            self._decide(self.line.feed(stamped))
+            if isinstance(stamped, Tick) or (isinstance(stamped, Event) and stamped.kind not in _NOT_JOURNALLED):
+                self._carry_out(self.engine.handle(stamped))
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass; also the moment to try undelivered notices again."""
+        self.ingest([Tick(seen_ns=now_ns)], now_ns)
+        if self.undelivered and now_ns >= self._retry_ns:
+            self._retry_ns = now_ns + int(RETRY_S * 1e9)
+            for _ in range(len(self.undelivered)):
+                self._notify(self.undelivered.popleft())
+
+    def resume(self) -> None:
+        """After a start: carry out again what the journal's tail says (keys make that harmless)."""
+        self._carry_out(self.engine.start())
+
+    def finish(self) -> None:
+        """The job ended: close open steps, write what is left of the recording."""
+        self._decide(self.line.finish())
+        self._recorder.close()
+
+    def _decide(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self._carry_out(self.engine.handle(finding))
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Incident():
+                    self.incidents[instruction.id] = instruction
+                case Notice():
+                    self._notify(instruction)
+                case Look():
+                    self._look(instruction)
+                case _:
+                    pass  # Start and Tell: nothing acts yet
+
+    def _notify(self, notice: Notice) -> None:
+        notifier = self._notifiers.get(notice.channel)
+        if notifier is None:
+            return
+        try:
+            notifier.notify(notice)
+        except DeliveryError as error:
+            if error.retryable:
+                self.undelivered.append(notice)

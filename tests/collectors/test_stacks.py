@@ -1,0 +1,65 @@
+"""Stacks are taken from outside, of running and of stopped processes; what is denied is said."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from trainwarden.collectors.stacks import Stacks, parse_dump, see
+from trainwarden.core.model import JobId, Look, Subject
+from trainwarden.core.process import ProcessId, identify, read_stat
+
+SLEEPER = """
+import time
+def wait_for_data():
+    print("ready", flush=True)
+    time.sleep(60)
+wait_for_data()
+"""
+
+
+@pytest.fixture
+def sleeper() -> Iterator[ProcessId]:
+    child = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    process = identify(child.pid)
+    assert process is not None
+    yield process
+    child.kill()
+    child.communicate()
+
+
+def test_a_stopped_process_shows_its_python_frame_and_state(sleeper: ProcessId) -> None:
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    while (stat := read_stat(sleeper.pid)) is not None and stat.state != "T":
+        pass
+    seen = see(sleeper)
+    assert seen["state"] == "T"
+    if "py-spy" in str(seen["denied"]):
+        pytest.skip(f"LOUD: py-spy may not trace here: {seen['denied']}")
+    frames = seen["frames"]
+    assert isinstance(frames, list)
+    assert "wait_for_data" in str(frames[0])
+
+
+def test_the_witness_answers_for_each_rank_it_was_asked_for(sleeper: ProcessId) -> None:
+    own = identify(os.getpid())
+    assert own is not None
+    gone = ProcessId(pid=own.pid, start_time=1)
+    stacks = Stacks(node="n1", job=JobId("j"), ranks=lambda: {0: own, 2: sleeper, 3: gone}, start_ns=0, clock=lambda: 5)
+    subjects = tuple(Subject(kind="rank", id=str(rank)) for rank in (2, 3, 9))
+    events = list(stacks.look(Look(key="k", what="stack", subjects=subjects)))
+    assert [event.data["rank"] for event in events] == [2, 3]
+    assert events[1].data["state"] == "gone"
+    assert {event.seen_ns for event in events} == {5}
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[{}]", "[1]", '[{"thread_name": "MainThread"}]', "null"])
+def test_an_answer_that_is_not_understood_is_said(text: str) -> None:
+    frames, denied = parse_dump(text, 1)
+    assert frames == []
+    assert denied.startswith("py-spy: its answer is not understood")
