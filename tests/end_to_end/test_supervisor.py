@@ -1,0 +1,83 @@
+"""The whole line on a real torchrun job: real kills, real stops, a supervisor that dies itself."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.end_to_end.running import TORCHRUN, TRAIN, Running
+
+from trainwarden.core.process import alive
+
+FLOOR = "detectors:\n  hang:\n    floor: 4s\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def start(job: str, *command: str, **more: Any) -> Running:
+        started.append(Running(tmp_path, job, *command, **more))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.end()
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(180)
+def test_a_killed_rank_is_named_by_a_supervisor_that_was_killed_itself(run: Callable[..., Running]) -> None:
+    running = run("killed", *TORCHRUN, TRAIN, "--steps", "400")
+    running.until("step 10", lambda: running.step() >= 10)
+    running.supervisor.kill()
+    running.supervisor.wait()
+    before = running.step()
+    running.until("further steps without a supervisor", lambda: running.step() >= before + 10)
+    running.supervisor = running.start()
+    running.until("words of re-attaching", lambda: "watching again" in running.err.read_text())
+    second = running.start()
+    assert second.wait(30) == 3
+    assert f"pid {running.supervisor.pid}" in running.err.read_text()
+    victim = running.rank(2)
+    killed_s = time.time()
+    os.kill(victim.pid, signal.SIGKILL)
+    (notice,) = running.until("notice", lambda: running.notices("process.killed", "opened"))
+    incident = notice["incident"]
+    assert incident["culprit"] == {"kind": "rank", "id": "2"}
+    assert incident["tier"] == "ERROR"
+    assert incident["onset_ns"] / 1e9 == pytest.approx(killed_s, abs=1.0)
+    assert running.wait() == 1  # torchrun's own exit status
+    assert [n["incident"]["id"] for n in running.notices(change="opened")] == [incident["id"]], running.story()
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(180)
+def test_a_stopped_rank_then_a_killed_launcher(run: Callable[..., Running]) -> None:
+    running = run("stopped", *TORCHRUN, TRAIN, "--steps", "4000", config=FLOOR)
+    running.until("20 known steps", lambda: running.step() >= 40)
+    stopped = running.rank(1)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    stopped_s = time.time()
+    (notice,) = running.until("notice", lambda: running.notices("rank.hung", "opened"))
+    assert time.time() - stopped_s < 4 + 2 + 2  # budget, the goal's 2 s, and what a loaded machine adds to both
+    assert notice["incident"]["culprit"] == {"kind": "rank", "id": "1"}
+    running.until(
+        "the stopped state in words",
+        lambda: any("stopped" in n["incident"]["reason"] for n in running.notices("rank.hung")),
+    )
+    os.kill(stopped.pid, signal.SIGCONT)
+    running.until("resolution", lambda: running.notices("rank.hung", "resolved"))
+    launcher = running.launcher()
+    os.kill(launcher.pid, signal.SIGKILL)
+    (killed,) = running.until("notice", lambda: running.notices("process.killed", "opened"))
+    assert killed["incident"]["culprit"]["kind"] == "job"
+    assert "launcher" in killed["incident"]["reason"]
+    for rank in range(4):
+        process = running.rank(rank)
+        if alive(process):
+            os.kill(process.pid, signal.SIGKILL)
+    assert running.wait() == 128 + signal.SIGKILL
