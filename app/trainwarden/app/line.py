@@ -16,13 +16,16 @@ class Line:
         self.topology: Topology | None = None
         self.last: StepMatrix | None = None
         """The newest closed step."""
+        self.live: Frame | None = None
+        """The newest live frame: what every rank does right now."""
 
     def feed(self, item: Frame | Event | Tick) -> list[Finding]:
         """Take one recorded item, in seen_ns order."""
-        findings = self._tell(item)
-        for closed in self._assembler.feed(item):
-            findings += self._closed(closed)
-        return findings
+        if isinstance(item, Frame) and item.schema == "live":
+            self.live = item
+        # what the assembler gives belongs to earlier instants than the item: it is told first
+        findings = [finding for closed in self._assembler.feed(item) for finding in self._closed(closed)]
+        return findings + self._tell(item)
 
     def finish(self) -> list[Finding]:
         """The job ended: close what is open."""

@@ -11,16 +11,15 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainwarden.app.agent import Agent
 from trainwarden.app.folders import AttemptFolder, JobFolder, Keeper
 from trainwarden.app.follow import Follower
 from trainwarden.app.launch import check_command, warnings
-from trainwarden.app.ring_root import ring_root
 from trainwarden.app.server import Server
 from trainwarden.app.store import Store
 from trainwarden.app.wiring import Settings, build_server
@@ -31,7 +30,9 @@ from trainwarden.core.child import spawn
 from trainwarden.core.clock import Clock, unix_ns
 from trainwarden.core.emit import Emitter
 from trainwarden.core.errors import ConfigError
+from trainwarden.core.identity import choose_root
 from trainwarden.core.model import Epoch, Event, JobId, Json, Subject
+from trainwarden.core.ports import Notifier
 from trainwarden.core.process import ProcessId, alive, identify, send
 from trainwarden.core.records import epoch_of
 from trainwarden.remediation.killing import end
@@ -55,8 +56,11 @@ class Request:
     command: tuple[str, ...]
     state: Path
     settings: Settings
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the command's environment."""
     show_output: bool = True
-    channels: tuple[str, ...] = ("terminal", "jsonl")
+    terminal: Notifier | None = None
+    """Takes the place of the built-in one."""
 
 
 class Supervisor:
@@ -85,6 +89,9 @@ class Supervisor:
         own = identify(os.getpid())
         assert own is not None
         self.term = self._store.claim(self.request.job, own.pid, own.start_time, now_ns)
+        self._root, why_not = choose_root()
+        if self._root is None:
+            self._say(f"warning: there is no tmpfs for the ranks' rings, so only exits are watched: {why_not}")
         attempt = self.folder.newest_attempt()
         attached = attempt is not None and not attempt.ended
         self.attempt = attempt if attempt is not None and attached else self._launch()
@@ -161,10 +168,9 @@ class Supervisor:
         slots = self.request.settings.run.slots
         told: dict[str, Json] = {"term": self.term, "checkpoint": None, "skip": [], "staging": None}
         told["slots"] = {str(rank): f"{self.node}:{rank}" for rank in range(slots or 0)}
-        env = {"TRAINWARDEN_JOB": self.request.job, "TRAINWARDEN_NODE": self.node}
-        root = ring_root(self._say)
-        if root is not None:
-            env["TRAINWARDEN_DIR"] = str(root)
+        env = {**self.request.env, "TRAINWARDEN_JOB": self.request.job, "TRAINWARDEN_NODE": self.node}
+        if self._root is not None:
+            env["TRAINWARDEN_DIR"] = str(self._root)
         spec: dict[str, Json] = {"command": list(self.request.command), "cwd": os.getcwd(), "env": env}
         attempt = self.folder.new_attempt(spec, told)
         with (attempt.path / "keeper.log").open("ab") as log:
@@ -182,9 +188,8 @@ class Supervisor:
 
     def _wire(self, now_ns: int) -> None:
         job, node = self.request.job, self.node
-        root = ring_root(self._say)
         self._emit = Emitter(f"run@{node}", job=job, start_ns=now_ns)
-        self._rings = Rings(root or self.folder.path / "no-tmpfs", node, job, start_ns=now_ns)
+        self._rings = Rings(self._root or self.folder.path / "no-tmpfs", node, job, start_ns=now_ns)
         self._processes = Processes(
             node=node, job=job, attempt=self.attempt.number, folder=self.attempt.path, start_ns=now_ns
         )
@@ -197,11 +202,12 @@ class Supervisor:
             job=job,
             folder=self.folder.path,
             store=self._store,
+            fence=(job, self.term),
             look=self._agent.look,
-            channels=self.request.channels,
+            terminal=self.request.terminal,
         )
-        if root is not None:
-            self.folder.link_rings(root / job)
+        if self._root is not None:
+            self.folder.link_rings(self._root / job)
 
     def _follow(self, *, from_end: bool) -> None:
         self._followers: Sequence[Follower] = ()

@@ -52,6 +52,7 @@ _ROWS = (
     ),
     _event("launcher.failure", "job", "torchrun's failure table or a rank's error file", "failures", "root", "file"),
     _event("attempt.started", "job", "an attempt began", "attempt", "term", "by"),
+    _event("attempt.stopping", "job", "an attempt is about to be stopped on purpose", "attempt", "by"),
     _event("attempt.ended", "job", "an attempt ended; code null = nobody saw it", "attempt", "term", "by", "code"),
     _event("mark.phase", "rank", "the script announced a phase and how long it may take", "phase", "expect_s"),
     _event("mark.checkpoint_committed", "rank", "a rank finished writing its part", "step", "path", "rank"),

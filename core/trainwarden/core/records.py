@@ -1,83 +1,105 @@
 """The ring of one rank: the words both sides of the shared memory agree on. Standard library only.
 
 One file per rank and attempt on a tmpfs, written by the rank's main thread, read by the node's agent. ADR 0002 says why
-it looks like this. All numbers are little endian. The file never changes its size; its parts:
+it looks like this. All numbers are little endian (packed in native order, which is a little faster: on a big-endian
+machine there is no ring). The file never changes its size; its parts:
 
-    0       header        fixed facts, written once before the magic (which is written last)
+    0       header        fixed facts, written before the file gets its name
     128     live block    what the rank does right now: one 8-byte store at each mark
-    192     counters      the collector's own failures: counted here, never raised in the training
-    256     control       requests to the rank (core/control.py); reserved in version 1, all zero
+    320     counters      the collector's own failures: counted here, never raised in the training
+    384     control       requests to the rank (core/control.py); reserved in version 1, all zero
     512     names         256 slots of 48 bytes, append only, UTF-8, zero padded; a slot is empty or final
     16384   step rows     STEP_ROWS x 96 bytes, one wide row a step, at (seq - 1) % STEP_ROWS
     ...     detail rows   DETAIL_ROWS x 48 bytes, spans, values and marks, at (seq - 1) % DETAIL_ROWS
 
 A row begins and ends with its sequence number (from 1). Python has no memory barriers, so a reader takes a row only
-when two reads at least 1 ms apart are byte-equal and head equals tail.
+when two reads at least 1 ms apart are byte-equal and head equals tail. Times in the ring are CLOCK_MONOTONIC seconds as
+float64 (what time.perf_counter() gives: no conversion on the writer's side; exact to 2 ns in the first 100 days of
+uptime); the reader turns them into Unix time. The side ring of a rank (other threads; `.side.ring`) has detail rows
+only.
 """
 
 import struct
 
 MAGIC = b"TWRING\r\n"
-"""Last bytes written when a ring is made: a file without them is not (yet) a ring."""
+"""First bytes of a ring."""
 
 VERSION = 1
 """Layout version. A reader that meets a larger one is blind and says `upgrade the agent`."""
 
-HEADER = struct.Struct("<8s IIIIIII iiII i I Q q")
-"""magic, version, names_offset, steps_offset, step_rows, details_offset, detail_rows, file_bytes,
-rank, world_size, attempt, restart, pid, clock (index into CLOCKS), start_time (clock ticks since boot, field 22 of
-/proc/PID/stat), created_ns (Unix)."""
+HEADER = struct.Struct("@8s 8I 2i 4I Q q")
+"""magic, version, names_offset, steps_offset, step_rows, details_offset, detail_rows, file_bytes, clock (index into
+CLOCKS), rank, world_size, attempt, restart, pid, pad, start_time (clock ticks since boot, field 22 of /proc/PID/stat),
+created_ns (Unix)."""
 
 CLOCKS = ("wall", "cpu")
 """How spans are timed: `wall` reads the monotonic clock, `cpu` reads the thread's schedstat as well."""
 
-LIVE_OFFSET = 128
-LIVE = struct.Struct("<q ii Q Q Q")
-"""word (since << 6 | phase id; since = CLOCK_MONOTONIC ns), step, batch, flags, lap, state (index into STATES)."""
-LIVE_PHASE_BITS = 6
-"""Bits of the live word that hold the phase id; 57 bits of nanoseconds are left: 4.5 years of uptime."""
+PHASES = (
+    "optimizer",
+    "wait",
+    "backward",
+    "forward",
+    "data",
+    "other",
+    "between",
+    "init",
+    "checkpoint",
+    "eval",
+    "compile",
+    "backward_input",
+    "backward_weight",
+)
+"""Phase ids are the first slots of the names table. `between`: after end() and before the next begin(). `init`: from
+attach() to the first begin(). `other`: from begin() to the first mark. The rest are the span kinds of the measurement
+contract. A plain step goes down the ids from `other`; the collector relies on it."""
 
-STATES = ("starting", "attached", "detached", "forked_off")
+LIVE_OFFSET = 128
+LIVE = struct.Struct(f"@{len(PHASES)}d 4q H 6x")
+"""since (when each phase was last entered: the rank is in the phase with the newest stamp), step, batch, flags, lap,
+state (index into STATES). A phase is entered with one aligned 8-byte store, so a live block is never torn."""
+
+STATES = ("starting", "attached", "detached")
 """What the collector says of itself. `detached`: the script closed it or ended in order."""
 
-COUNTERS_OFFSET = 192
+COUNTERS_OFFSET = 320
 COUNTERS = ("errors", "names_dropped", "values_refused", "device_tensors_refused")
-"""u64 each. errors: exceptions caught inside the collector; refused: values that are no CPU number."""
+"""u64 each. errors: exceptions caught inside the collector and calls out of order; refused: values that are no CPU
+number."""
 
-CONTROL_OFFSET = 256
+CONTROL_OFFSET = 384
 NAMES_OFFSET = 512
 NAME_SLOTS = 256
 NAME_BYTES = 48
 STEPS_OFFSET = 16384
 STEP_ROWS = 2048
-STEP_ROW = struct.Struct("<I i i H H q 16f I I")
-"""seq, step, batch, flags, lap, end_ns (Unix), 16 values in the order of FEATURES, pad, tail_seq: 96 bytes."""
+STEP_ROW = struct.Struct("@I 2i 2H d 16f 2I")
+"""A step in sums (form 1): seq, step, batch, flags, lap, end, 16 values in the order of FEATURES, form, tail_seq: 96
+bytes."""
+STAMP_ROW = struct.Struct("@I i 8x 7d 2f 12x I")
+"""The same step in stamps (form 0), if it went down the ids of PHASES from `other`, each phase at most once, and has no
+value but loss and grad_norm: seq, step, end, when each of the first six PHASES was last entered (`other`: when the step
+began; a stamp before that: not in this step), loss, grad_norm, tail_seq. Batch is the step; flags and lap are 0. The
+loop stores, the reader subtracts."""
+IN_STAMPS, IN_SUMS = 0, 1
+STAMPED = 6
+"""How many of PHASES a row in stamps tells of."""
+
 DETAILS_OFFSET = STEPS_OFFSET + STEP_ROWS * STEP_ROW.size
 DETAIL_ROWS = 8192
-DETAIL_ROW = struct.Struct("<I i H H h H q d f f I I")
-"""seq, step, what (index into DETAILS), name id, mb (micro-batch or -1), flags, t_ns (Unix; a span's start),
-value (span: wall seconds; value row: the value; mark row: its argument), cpu_s, runq_s (NaN where absent), lap,
-tail_seq: 48 bytes."""
-DETAILS = ("none", "span", "value", "mark")
+DETAIL_ROW = struct.Struct("@I i 2H h H 2d 2f 2I")
+"""seq, step, what (index into DETAILS), name id, mb (span: micro-batch or -1; phase: id of the phase announced), flags,
+t (a span's start), value (span: wall seconds without the waits inside it; value and note rows: the value; phase:
+seconds it may take), cpu_s, runq_s (NaN where absent), lap, tail_seq: 48 bytes."""
+DETAILS = ("none", "span", "value", "phase", "note")
+SIDE_ROWS = 1024
+"""Detail rows of a side ring."""
 FILE_BYTES = DETAILS_OFFSET + DETAIL_ROWS * DETAIL_ROW.size
+MAX_FILE_BYTES = 1 << 20
+"""No ring is larger (docs/architecture.md, Measuring inside the rank)."""
 
-PHASES = (
-    "between",
-    "init",
-    "data",
-    "forward",
-    "backward",
-    "backward_input",
-    "backward_weight",
-    "optimizer",
-    "wait",
-    "checkpoint",
-    "eval",
-    "compile",
-    "other",
-)
-"""Phase ids are the first slots of the names table. `between`: after end() and before the next begin().
-`init`: from attach() to the first begin(). The rest are the span kinds of the measurement contract."""
+COMMITTED = "checkpoint_committed"
+"""A note of this name, its value the checkpoint's step, says that the rank has finished writing its part."""
 
 FEATURES = (
     "step_s",
@@ -99,7 +121,7 @@ FEATURES = (
 )
 """Order of the 16 float32 of a step row. `step_s` is wall time from begin() to end(); the other `*_s` of phases are
 wall minus run-queue wait (where the clock is `cpu`) minus waits inside. cpu_s, runq_s: of the whole step (NaN on clock
-`wall`). wait_s: time in phase `wait`. Nothing measured: NaN."""
+`wall`). wait_s: time in phase `wait`. Nothing measured: NaN. Phases between two steps count into the second's row."""
 
 PHASE_FEATURE = {
     "data": "data_s",

@@ -1,0 +1,118 @@
+"""What is built in, listed explicitly, and how it is put together from the settings file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from trainwarden.alerts.incidents import Incidents, IncidentsConfig
+from trainwarden.alerts.notify.jsonl import JsonLines
+from trainwarden.alerts.notify.terminal import Terminal
+from trainwarden.app.engine import Engine
+from trainwarden.app.line import Line
+from trainwarden.app.server import Server
+from trainwarden.app.store import Fence, Store
+from trainwarden.core.config import load
+from trainwarden.core.errors import ConfigError
+from trainwarden.core.model import JobId, Look
+from trainwarden.core.ports import Detector, Notifier
+from trainwarden.core.recording import Recorder
+from trainwarden.core.steps import StepAssembler, StepsConfig
+from trainwarden.detectors.death import Death, DeathConfig
+from trainwarden.detectors.hang import Hang, HangConfig
+from trainwarden.detectors.loss import NonFinite, NonFiniteConfig
+from trainwarden.detectors.straggler import Straggler, StragglerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """`trainwarden run` itself."""
+
+    slots: int | None = None
+    """Places for ranks on this host, in the order of local ranks; more than ranks means spares. None: one a rank."""
+
+    poll: timedelta = timedelta(milliseconds=100)
+    """Between two looks at the ranks: a death must be said within a second, and a look costs well under 1 ms."""
+
+    recording_max_bytes: int = 1 << 30
+    """Size of a job's recording; beyond it the oldest part goes. 8 ranks fill it in about a week."""
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 1:
+            raise ConfigError(f"run.slots: need at least 1, got {self.slots}")
+        if not timedelta(milliseconds=10) <= self.poll <= timedelta(seconds=1):
+            raise ConfigError(f"run.poll: need 10ms to 1s, got {self.poll.total_seconds():g}s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything a settings file can say."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    steps: StepsConfig = field(default_factory=StepsConfig)
+    death: DeathConfig = field(default_factory=DeathConfig)
+    hang: HangConfig = field(default_factory=HangConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    non_finite: NonFiniteConfig = field(default_factory=NonFiniteConfig)
+    incidents: IncidentsConfig = field(default_factory=IncidentsConfig)
+
+
+SECTIONS: Mapping[str, tuple[str, type[object]]] = {
+    "run": ("run", RunConfig),
+    "steps": ("steps", StepsConfig),
+    "detectors.death": ("death", DeathConfig),
+    "detectors.hang": ("hang", HangConfig),
+    "detectors.straggler": ("straggler", StragglerConfig),
+    "detectors.non_finite": ("non_finite", NonFiniteConfig),
+    "alerts.incidents": ("incidents", IncidentsConfig),
+}
+"""Section of the file -> field of Settings and its type."""
+
+
+def load_settings(path: Path | None) -> Settings:
+    """Settings of a file, or the defaults. Raises ConfigError that names the key, the value and what is allowed."""
+    if path is None:
+        return Settings()
+    loaded = load(path, {section: type_ for section, (_, type_) in SECTIONS.items()})
+    fields: dict[str, Any] = {SECTIONS[section][0]: value for section, value in loaded.items()}
+    return Settings(**fields)
+
+
+def detectors(settings: Settings) -> Sequence[Detector]:
+    """Every built-in job detector, first causes first."""
+    return (
+        Death(settings.death),
+        NonFinite(settings.non_finite),
+        Hang(settings.hang),
+        Straggler(settings.straggler),
+    )
+
+
+def build_line(settings: Settings, job: JobId) -> Line:
+    """A fresh line for one job."""
+    return Line(StepAssembler(job, settings.steps), detectors(settings))
+
+
+def build_server(
+    settings: Settings,
+    *,
+    job: JobId,
+    folder: Path,
+    store: Store,
+    fence: Fence,
+    look: Callable[[Look], None],
+    terminal: Notifier | None = None,
+) -> Server:
+    """The in-process server of one job; `terminal` takes the place of the built-in one."""
+    notifiers: Mapping[str, Notifier] = {
+        "terminal": terminal or Terminal(),
+        "jsonl": JsonLines(folder / "notices.jsonl"),
+    }
+    return Server(
+        line=build_line(settings, job),
+        engine=Engine(store, {"incidents": Incidents(settings.incidents)}, channels=tuple(notifiers), fence=fence),
+        recorder=Recorder(folder / "frames", max_bytes=settings.run.recording_max_bytes),
+        notifiers=notifiers,
+        look=look,
+    )

@@ -1,0 +1,71 @@
+"""From hellos to the table of ranks, and how state is carried from one table to the next."""
+
+import pytest
+from numpy.testing import assert_array_equal
+
+from trainwarden.core.model import Epoch, Event, JobId, Json, Subject, Topology
+from trainwarden.core.topology import carried, make_topology, peer_group_R
+
+JOB = JobId("nano")
+
+
+def hello(rank: int, **data: Json) -> Event:
+    subject = Subject(kind="rank", id=str(rank))
+    return Event(kind="hello", subject=subject, source="test", seq=rank, t_ns=0, seen_ns=0, data=data)
+
+
+def made(*hellos: Event, world_size: int = 3) -> Topology:
+    by_rank = {int(one.subject.id): one for one in hellos}
+    site = {"n1": {"rack": "r1"}, "n9": {"rack": "r9"}}
+    return make_topology(JOB, Epoch(1), by_rank, world_size, site)
+
+
+def of_devices(*devices: str) -> Topology:
+    return made(*(hello(rank, device=device) for rank, device in enumerate(devices)), world_size=len(devices))
+
+
+def test_ranks_sit_where_their_hellos_say() -> None:
+    topology = made(
+        hello(0, node="n2", device="GPU-a", slot="n2:0", coords={"pp": 0, "tp": 1}),
+        hello(2, node="n1", slot="n1:0", coords={"pp": 1, "dp": 2, "ep": 3, "cp": 4}),
+    )
+    assert topology.device_R == ("GPU-a", "", "n1:0")
+    assert topology.node_R.tolist() == [0, -1, 1]
+    assert topology.domains == {"n2": {}, "n1": {"rack": "r1"}}
+    assert topology.coords_RP.tolist() == [[0, 1, -1, -1, -1], [-1] * 5, [1, -1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("coords", [None, 3, "pp", [1], {"pp": "1"}, {"pp": True}, {"pp": -2}, {"pp": 2**15}], ids=str)
+def test_coords_that_cannot_be_count_as_not_said(coords: Json) -> None:
+    assert made(hello(0, coords=coords, node=3, device=None)).coords_RP.tolist() == [[-1] * 5] * 3
+
+
+def test_hellos_of_ranks_outside_the_world_are_left_out() -> None:
+    assert made(hello(3, device="d", node="n3")).domains == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rows"),
+    [
+        pytest.param(["a", "b", "c"], ["a", "b", "c"], [0, 1, 2], id="the same"),
+        pytest.param(["a", "b", "c"], ["c", "d", "a"], [2, -1, 0], id="renumbered, one replaced"),
+        pytest.param(["a", ""], ["", "a", ""], [-1, 0, -1], id="the unknown match nothing"),
+        pytest.param(["a", "b"], ["b"], [1], id="fewer ranks"),
+        pytest.param(["a", "a"], ["a", "a"], [0, 0], id="of two on one device the lowest"),
+    ],
+)
+def test_state_is_carried_by_device(old: list[str], new: list[str], rows: list[int]) -> None:
+    assert carried(of_devices(*old), of_devices(*new)).tolist() == rows
+
+
+@pytest.mark.parametrize(
+    ("stages", "groups"),
+    [
+        pytest.param([0, 1, 0, 1], [0, 1, 0, 1], id="one group a stage"),
+        pytest.param([None, None], [0, 0], id="nobody said: one group"),
+        pytest.param([2, None, 5, None], [1, 0, 2, 0], id="ids are dense, the unknown are a group"),
+    ],
+)
+def test_peers_are_ranks_of_one_stage(stages: list[int | None], groups: list[int]) -> None:
+    hellos = [hello(rank, coords={} if pp is None else {"pp": pp}) for rank, pp in enumerate(stages)]
+    assert_array_equal(peer_group_R(made(*hellos, world_size=len(stages))), groups)
