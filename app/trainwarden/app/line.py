@@ -1,16 +1,21 @@
 """The line of one job: frames, events and ticks in, findings out. Pure; a replay of what it was fed gives the same."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from trainwarden.core.model import Event, Finding, Frame, Input, StepMatrix, Tick, Topology
-from trainwarden.core.ports import Detector
+from trainwarden.core.model import Event, Finding, Frame, Input, State, StepMatrix, Tick, Topology
+from trainwarden.core.ports import Detector, Stateful
 from trainwarden.core.steps import StepAssembler
+
+
+class LineDetector(Detector, Stateful, Protocol):
+    """A detector whose state can be written down: what a line needs."""
 
 
 class Line:
     """The assembler and the job's detectors."""
 
-    def __init__(self, assembler: StepAssembler, detectors: Sequence[Detector]) -> None:
+    def __init__(self, assembler: StepAssembler, detectors: Sequence[LineDetector]) -> None:
         self._assembler = assembler
         self._detectors = tuple(detectors)
         self.topology: Topology | None = None
@@ -31,10 +36,20 @@ class Line:
         """The job ended: close what is open."""
         return [finding for closed in self._assembler.finish() for finding in self._closed(closed)]
 
-    @property
-    def parts(self) -> Mapping[str, StepAssembler | Detector]:
-        """What has state to snapshot, by name."""
-        return {"assembler": self._assembler, **{detector.name: detector for detector in self._detectors}}
+    def snapshot(self) -> State:
+        """The state of the assembler and every detector, as `<part>/<key>`."""
+        return {f"{name}/{key}": value for name, part in self._parts() for key, value in part.snapshot().items()}
+
+    def restore(self, state: State) -> None:
+        """Take up what snapshot gave; a part that is not in it (a new detector) starts afresh."""
+        for name, part in self._parts():
+            own = {key.removeprefix(f"{name}/"): value for key, value in state.items() if key.startswith(f"{name}/")}
+            if own:
+                part.restore(own)
+
+    def _parts(self) -> Iterator[tuple[str, Stateful]]:
+        yield "assembler", self._assembler
+        yield from ((detector.name, detector) for detector in self._detectors)
 
     def _closed(self, closed: Topology | StepMatrix) -> list[Finding]:
         if isinstance(closed, Topology):

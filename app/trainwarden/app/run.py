@@ -5,6 +5,7 @@ the launcher in a session of its own. A supervisor that is started again for the
 goes on watching it.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ from trainwarden.collectors.stacks import Stacks
 from trainwarden.core.child import spawn
 from trainwarden.core.clock import Clock, unix_ns
 from trainwarden.core.emit import Emitter
-from trainwarden.core.errors import ConfigError
+from trainwarden.core.errors import ConfigError, StoreError
 from trainwarden.core.identity import choose_root
 from trainwarden.core.model import Epoch, Event, JobId, Json, Subject
 from trainwarden.core.ports import Notifier
@@ -120,7 +121,8 @@ class Supervisor:
             self.server.tick(now_ns)
         if now_ns >= self._renew_ns:
             self._renew_ns = now_ns + RENEW_NS
-            self._store.renew(self.request.job, self.term, now_ns)
+            with contextlib.suppress(StoreError):  # a full disk: the engine says so; the lease is tried again
+                self._store.renew(self.request.job, self.term, now_ns)
         for follower in self._followers:
             follower.look()
         return not self._over(now_ns)

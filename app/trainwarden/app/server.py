@@ -4,13 +4,16 @@ Order matters and is the same for every item: recorded, then fed to the line; ea
 engine (journal first); each instruction is carried out. A notifier that fails is asked again and holds up nobody.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from trainwarden.alerts.notify.jsonl import JsonLines
 from trainwarden.app.engine import Engine
 from trainwarden.app.line import Line
-from trainwarden.core.errors import DeliveryError
+from trainwarden.app.store import Store
+from trainwarden.core.errors import DeliveryError, StoreError
 from trainwarden.core.model import Event, Finding, Frame, Incident, Instruction, Look, Notice, Tick
 from trainwarden.core.ports import Notifier
 from trainwarden.core.recording import Recorder
@@ -19,6 +22,11 @@ UNDELIVERED_MAX = 1000
 """Notices kept for another try; beyond that the oldest are dropped and counted."""
 
 RETRY_S = 1.0
+
+SAVE_S = 10.0
+"""Between two snapshots of the line's state (what detectors learnt); also taken after each finding."""
+
+_LINE = "line"
 
 _NOT_JOURNALLED = frozenset({"mark.note", "telemetry.lost"})
 """Events that no machine decides on and that can come in any number; the recording has them."""
@@ -35,13 +43,14 @@ class Server:
         recorder: Recorder,
         notifiers: Mapping[str, Notifier],
         look: Callable[[Look], None],
+        store: Store,
     ) -> None:
         self.line, self.engine = line, engine
-        self._recorder, self._notifiers, self._look = recorder, notifiers, look
+        self._recorder, self._notifiers, self._look, self._store = recorder, notifiers, look, store
         self.incidents: dict[str, Incident] = {}
         """The newest revision of each incident."""
         self.undelivered: deque[Notice] = deque(maxlen=UNDELIVERED_MAX)
-        self._retry_ns = 0
+        self._retry_ns = self._save_ns = 0
 
     def ingest(self, items: Iterable[Frame | Event | Tick], now_ns: int) -> None:
         """Take items in the order they came; now_ns is the receiver's stamp of all of them."""
@@ -59,19 +68,41 @@ class Server:
             self._retry_ns = now_ns + int(RETRY_S * 1e9)
             for _ in range(len(self.undelivered)):
                 self._notify(self.undelivered.popleft())
+        if now_ns >= self._save_ns:
+            self._save_ns = now_ns + int(SAVE_S * 1e9)
+            self._save_line()
 
     def resume(self) -> None:
-        """After a start: carry out again what the journal's tail says (keys make that harmless)."""
-        self._carry_out(self.engine.start())
+        """After a start: take up the line's state, and carry out again what the journal's tail says.
+
+        Instructions carry keys, so again is once; a person at the terminal is only told what no one was told before.
+        """
+        saved = self._store.load_snapshot(_LINE)
+        if saved is not None:
+            self.line.restore(saved[1])
+        log = self._notifiers.get("jsonl")
+        again = self.engine.start()
+        if isinstance(log, JsonLines):
+            again = [one for one in again if not (isinstance(one, Notice) and log.holds(_log_key(one)))]
+        self._carry_out(again)
 
     def finish(self) -> None:
         """The job ended: close open steps, write what is left of the recording."""
         self._decide(self.line.finish())
+        self._save_line()
         self._recorder.close()
 
     def _decide(self, findings: Iterable[Finding]) -> None:
+        said = False
         for finding in findings:
             self._carry_out(self.engine.handle(finding))
+            said = True
+        if said:  # a restarted line must not number a new finding like one that the journal has
+            self._save_line()
+
+    def _save_line(self) -> None:
+        with contextlib.suppress(StoreError):  # the engine says that the journal cannot be written
+            self._store.save_snapshot(self._store.last_seq(), _LINE, self.line.snapshot())
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
@@ -94,3 +125,8 @@ class Server:
         except DeliveryError as error:
             if error.retryable:
                 self.undelivered.append(notice)
+
+
+def _log_key(notice: Notice) -> str:
+    """The key under which the same revision stands in the log."""
+    return f"{notice.key.removesuffix(notice.channel)}jsonl"

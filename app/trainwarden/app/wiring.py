@@ -1,7 +1,7 @@
 """What is built in, listed explicitly, and how it is put together from the settings file."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from trainwarden.alerts.incidents import Incidents, IncidentsConfig
 from trainwarden.alerts.notify.jsonl import JsonLines
 from trainwarden.alerts.notify.terminal import Terminal
 from trainwarden.app.engine import Engine
-from trainwarden.app.line import Line
+from trainwarden.app.line import Line, LineDetector
 from trainwarden.app.server import Server
 from trainwarden.app.store import Fence, Store
 from trainwarden.core.config import load
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import JobId, Look
-from trainwarden.core.ports import Detector, Notifier
+from trainwarden.core.ports import Notifier
 from trainwarden.core.recording import Recorder
 from trainwarden.core.steps import StepAssembler, StepsConfig
 from trainwarden.detectors.death import Death, DeathConfig
@@ -79,12 +79,12 @@ def load_settings(path: Path | None) -> Settings:
     return Settings(**fields)
 
 
-def detectors(settings: Settings) -> Sequence[Detector]:
+def detectors(settings: Settings) -> Sequence[LineDetector]:
     """Every built-in job detector, first causes first."""
     return (
         Death(settings.death),
         NonFinite(settings.non_finite),
-        Hang(settings.hang),
+        Hang(replace(settings.hang, fresh=max(settings.hang.fresh, 3 * settings.run.poll))),
         Straggler(settings.straggler),
     )
 
@@ -115,4 +115,5 @@ def build_server(
         recorder=Recorder(folder / "frames", max_bytes=settings.run.recording_max_bytes),
         notifiers=notifiers,
         look=look,
+        store=store,
     )
