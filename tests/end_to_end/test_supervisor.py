@@ -41,13 +41,13 @@ def test_a_killed_rank_is_named_by_a_supervisor_that_was_killed_itself(run: Call
     running.until("words of re-attaching", lambda: "watching again" in running.err.read_text())
     second = running.start()
     assert second.wait(30) == 3
-    assert f"pid {running.supervisor.pid}" in running.err.read_text()
+    assert f"process {running.supervisor.pid}" in running.err.read_text()
     victim = running.rank(2)
     killed_s = time.time()
     os.kill(victim.pid, signal.SIGKILL)
     (notice,) = running.until("notice", lambda: running.notices("process.killed", "opened"))
     incident = notice["incident"]
-    assert incident["culprit"] == {"kind": "rank", "id": "2"}
+    assert incident["culprit"] == "rank:2"
     assert incident["tier"] == "ERROR"
     assert incident["onset_ns"] / 1e9 == pytest.approx(killed_s, abs=1.0)
     assert running.wait() == 1  # torchrun's own exit status
@@ -64,7 +64,7 @@ def test_a_stopped_rank_then_a_killed_launcher(run: Callable[..., Running]) -> N
     stopped_s = time.time()
     (notice,) = running.until("notice", lambda: running.notices("rank.hung", "opened"))
     assert time.time() - stopped_s < 4 + 2 + 2  # budget, the goal's 2 s, and what a loaded machine adds to both
-    assert notice["incident"]["culprit"] == {"kind": "rank", "id": "1"}
+    assert notice["incident"]["culprit"] == "rank:1"
     running.until(
         "the stopped state in words",
         lambda: any("stopped" in n["incident"]["reason"] for n in running.notices("rank.hung")),
@@ -74,7 +74,7 @@ def test_a_stopped_rank_then_a_killed_launcher(run: Callable[..., Running]) -> N
     launcher = running.launcher()
     os.kill(launcher.pid, signal.SIGKILL)
     (killed,) = running.until("notice", lambda: running.notices("process.killed", "opened"))
-    assert killed["incident"]["culprit"]["kind"] == "job"
+    assert killed["incident"]["culprit"] == "job:stopped"
     assert "launcher" in killed["incident"]["reason"]
     for rank in range(4):
         process = running.rank(rank)

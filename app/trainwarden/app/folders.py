@@ -74,6 +74,12 @@ class AttemptFolder:
         """Whether a supervisor saw this attempt to its end."""
         return (self.path / "ended.json").exists()
 
+    @property
+    def ring_root(self) -> Path | None:
+        """Where the ranks of this attempt were told to put their rings; None: there was no tmpfs."""
+        named = json.loads((self.path / "spec.json").read_text())["env"].get("TRAINWARDEN_DIR")
+        return None if named is None else Path(named)
+
     def keeper(self) -> Keeper | None:
         """Who keeps it; None: the keeper has not started the launcher (yet)."""
         try:

@@ -6,8 +6,10 @@ goes on watching it.
 """
 
 import contextlib
+import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -90,12 +92,10 @@ class Supervisor:
         own = identify(os.getpid())
         assert own is not None
         self.term = self._store.claim(self.request.job, own.pid, own.start_time, now_ns)
-        self._root, why_not = choose_root()
-        if self._root is None:
-            self._say(f"warning: there is no tmpfs for the ranks' rings, so only exits are watched: {why_not}")
         attempt = self.folder.newest_attempt()
         attached = attempt is not None and not attempt.ended
         self.attempt = attempt if attempt is not None and attached else self._launch()
+        self._root = self.attempt.ring_root
         self._keeper = self._find_keeper(now_ns)
         self._wire(now_ns)
         self._follow(from_end=attached)
@@ -157,6 +157,7 @@ class Supervisor:
         self._agent.close()
         self._processes.close()
         self._rings.close()
+        self._clear_rings(self._root)
         self._pool.shutdown(wait=True)
         (self.attempt.path / "ended.json").write_text(json.dumps({"code": self._code, "by": self._by}))
         self._store.release(self.request.job, self.term)
@@ -166,13 +167,28 @@ class Supervisor:
 
     # starting
 
+    def _choose_root(self) -> Path | None:
+        """The tmpfs folder of this STATE: a job of the same name below another STATE is another job."""
+        root, why_not = choose_root()
+        if root is None:
+            self._say(f"warning: there is no tmpfs for the ranks' rings, so only exits are watched: {why_not}")
+            return None
+        return root / f"state-{hashlib.sha256(bytes(self.request.state)).hexdigest()[:12]}"
+
+    def _clear_rings(self, root: Path | None) -> None:
+        """Rings of attempts that are over hold memory, and would be taken for the next attempt's."""
+        if root is not None:
+            shutil.rmtree(root / self.request.job, ignore_errors=True)
+
     def _launch(self) -> AttemptFolder:
+        root = self._choose_root()
+        self._clear_rings(root)
         slots = self.request.settings.run.slots
         told: dict[str, Json] = {"term": self.term, "checkpoint": None, "skip": [], "staging": None}
         told["slots"] = {str(rank): f"{self.node}:{rank}" for rank in range(slots or 0)}
         env = {**self.request.env, "TRAINWARDEN_JOB": self.request.job, "TRAINWARDEN_NODE": self.node}
-        if self._root is not None:
-            env["TRAINWARDEN_DIR"] = str(self._root)
+        if root is not None:
+            env["TRAINWARDEN_DIR"] = str(root)
         spec: dict[str, Json] = {"command": list(self.request.command), "cwd": os.getcwd(), "env": env}
         attempt = self.folder.new_attempt(spec, told)
         with (attempt.path / "keeper.log").open("ab") as log:

@@ -187,5 +187,6 @@ class Processes:
         job = Subject(kind="job", id=self._job)
         subject = job if ended.rank is None else Subject(kind="rank", id=str(ended.rank))
         data: dict[str, Json] = {"rank": ended.rank, "pid": ended.pid, "code": ended.code, "signal": ended.number}
-        data |= {"oom": ended.oom or None, "by": ended.by, "t_ns": ended.t_ns}
-        return self._emit("process.exit", subject, now_ns=now_ns, data=data, t_ns=ended.t_ns, epoch=ended.epoch)
+        t_ns = min(ended.t_ns, now_ns)  # what was noticed during this poll is not of the future
+        data |= {"oom": ended.oom or None, "by": ended.by, "t_ns": t_ns}
+        return self._emit("process.exit", subject, now_ns=now_ns, data=data, t_ns=t_ns, epoch=ended.epoch)

@@ -17,12 +17,17 @@ from trainwarden.app.view import view
 from trainwarden.core.errors import ConfigError
 from trainwarden.rehearsal.scenario import Scenario, built_in
 
+TABLE_WIDTH = 150
+"""Columns of the table where nobody looks at a terminal: a log does not wrap."""
+
 
 def demo(
     only: Annotated[list[str] | None, typer.Option(help="Name of a scenario to run; may be given again.")] = None,
 ) -> None:
     """Run every scenario on a real 4-rank torchrun training; exit status 1 when any verdict is wrong."""
     console = Console()
+    if not console.is_terminal:
+        console.width = TABLE_WIDTH
     scenarios = _chosen(only or [])
     console.print(f"{len(scenarios)} scenarios, {RANKS} ranks by torchrun with gloo on {cores()} cores; observe only")
     with _show(console) as look:
