@@ -42,8 +42,9 @@ class Running:
         """Start a (further) supervisor for the job."""
         options = ["--job", self.job, "--state", str(self.folder / "state"), "--config", str(self._config)]
         self.out, self.err = self.folder / "stdout", self.folder / "stderr"
+        env = dict(os.environ)  # not what a C library (readline) put into our environment behind Python's back
         with self.out.open("ab") as out, self.err.open("ab") as err:
-            return subprocess.Popen([self._cli, "run", *options, "--", *self._command], stdout=out, stderr=err)
+            return subprocess.Popen([self._cli, "run", *options, "--", *self._command], stdout=out, stderr=err, env=env)
 
     def wait(self, timeout_s: float = 60.0) -> int:
         """Exit status of the newest supervisor."""

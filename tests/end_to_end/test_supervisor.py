@@ -3,9 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from tests.end_to_end.running import TORCHRUN, TRAIN, Running
@@ -15,23 +13,10 @@ from trainwarden.core.process import alive
 FLOOR = "detectors:\n  hang:\n    floor: 4s\n"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    started: list[Running] = []
-
-    def start(job: str, *command: str, **more: Any) -> Running:
-        started.append(Running(tmp_path, job, *command, **more))
-        return started[-1]
-
-    yield start
-    for running in started:
-        running.end()
-
-
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
-def test_a_killed_rank_is_named_by_a_supervisor_that_was_killed_itself(run: Callable[..., Running]) -> None:
-    running = run("killed", *TORCHRUN, TRAIN, "--steps", "400")
+def test_a_killed_rank_is_named_by_a_supervisor_that_was_killed_itself(start: Callable[..., Running]) -> None:
+    running = start("killed", *TORCHRUN, TRAIN, "--steps", "400")
     running.until("step 10", lambda: running.step() >= 10)
     running.supervisor.kill()
     running.supervisor.wait()
@@ -56,8 +41,8 @@ def test_a_killed_rank_is_named_by_a_supervisor_that_was_killed_itself(run: Call
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
-def test_a_stopped_rank_then_a_killed_launcher(run: Callable[..., Running]) -> None:
-    running = run("stopped", *TORCHRUN, TRAIN, "--steps", "4000", config=FLOOR)
+def test_a_stopped_rank_then_a_killed_launcher(start: Callable[..., Running]) -> None:
+    running = start("stopped", *TORCHRUN, TRAIN, "--steps", "4000", config=FLOOR)
     running.until("20 known steps", lambda: running.step() >= 40)
     stopped = running.rank(1)
     os.kill(stopped.pid, signal.SIGSTOP)
