@@ -245,7 +245,7 @@ def test_many_steps_go_the_short_way_and_back(world: World, clock: Clock) -> Non
         pytest.param(LEARNING_RATE, None, 0, id="learning rate"),
     ],
 )
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("inf")])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("inf"), 1e39])
 def test_what_is_not_finite_is_flagged_at_once(world: World, name: Any, scope: Any, flag: int, value: float) -> None:
     w, source = world.attach(), world.source()
     w.begin(5)
@@ -297,7 +297,7 @@ def test_what_a_rank_does_is_told_while_it_does_it(world: World, clock: Clock) -
     assert [where for _, *where, _ in seen] == [[-1, -1], *[[3, 3]] * 9, [4, 9], [5, 5]]
     since = [when for *_, when in seen]
     assert since == sorted(since)
-    assert since[9] - since[2] == 8_000_000_000
+    assert since[9] - since[2] == 7_000_000_000
 
 
 def test_a_phase_that_goes_on_keeps_its_start(world: World) -> None:
@@ -329,12 +329,11 @@ def test_an_error_inside_a_span_is_the_scripts_own(world: World, clock: Clock) -
     w.begin(1)
     w.mark(BACKWARD)
     with pytest.raises(KeyError), w.span(FORWARD, mb=1):
-        clock.spend(1)
-        raise KeyError("theirs")
+        clock.spend(dict[str, float]()["theirs"])
     clock.spend(2)
     w.end()
     out = poll(source)
-    assert told(rows(out, "step")[0]) == {"step_s": 3.0, "forward_s": 1.0, "backward_s": 2.0}
+    assert told(rows(out, "step")[0]) == {"step_s": 2.0, "backward_s": 2.0}
     assert len(rows(out, "span")) == 1
 
 
@@ -442,7 +441,7 @@ def device_tensor() -> object:
         def wait(self, *_: object) -> Any:
             raise AssertionError("this would have waited for the device")
 
-        __float__ = __bool__ = __sub__ = __eq__ = item = tolist = __len__ = wait  # type: ignore[assignment]
+        __float__ = __bool__ = __sub__ = __eq__ = item = tolist = __len__ = wait
         __hash__ = None  # type: ignore[assignment]
 
     return Tensor()
@@ -653,7 +652,8 @@ def test_a_bare_interpreter_will_do() -> None:
     program = f"""
 import sys
 sys.path += [{str(root / "core")!r}, {str(root / "collectors")!r}]
-import trainwarden.core.records, trainwarden.core.identity, trainwarden.collectors.rank, trainwarden.collectors.rank.hooks.torch
+import trainwarden.core.records, trainwarden.core.identity
+import trainwarden.collectors.rank, trainwarden.collectors.rank.hooks.torch
 print(sorted(name for name in sys.modules if name.split(".")[0] in ("numpy", "torch", "pydantic", "yaml")))
 """
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False)

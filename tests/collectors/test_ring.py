@@ -77,7 +77,12 @@ def test_the_ring_of_a_dead_process_is_replaced_and_its_laps_counted_on(world: W
 @pytest.mark.parametrize("kind", ["symlink", "fifo", "folder"])
 def test_what_else_stands_at_the_name_is_left_alone(world: World, kind: str) -> None:
     path = world.root / "rank-0-0-0.ring"
-    {"symlink": lambda: path.symlink_to("/etc/passwd"), "fifo": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    if kind == "symlink":
+        path.symlink_to("/etc/passwd")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
     with pytest.raises(NoRing):
         make(world.root)
     assert [entry.name for entry in world.root.iterdir()] == [path.name]

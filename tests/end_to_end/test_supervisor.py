@@ -8,7 +8,12 @@ from collections.abc import Callable
 import pytest
 from tests.end_to_end.running import TORCHRUN, TRAIN, Running
 
+from trainwarden.app.store import Store
+from trainwarden.app.wiring import build_line, load_settings
+from trainwarden.core.codec import loads
+from trainwarden.core.model import Finding, JobId
 from trainwarden.core.process import alive
+from trainwarden.core.recording import read
 
 FLOOR = "detectors:\n  hang:\n    floor: 4s\n"
 
@@ -66,3 +71,19 @@ def test_a_stopped_rank_then_a_killed_launcher(start: Callable[..., Running]) ->
         if alive(process):
             os.kill(process.pid, signal.SIGKILL)
     assert running.wait() == 128 + signal.SIGKILL
+    assert replayed(running) == journalled(running)
+
+
+def replayed(running: Running) -> list[Finding]:
+    """The findings of a fresh line fed with the recording."""
+    line = build_line(load_settings(running.folder / "config.yaml"), JobId(running.job))
+    findings = [finding for item in read(running.path / "frames") for finding in line.feed(item)]
+    return findings + line.finish()
+
+
+def journalled(running: Running) -> list[Finding]:
+    """The findings that were acted on while it happened."""
+    store = Store(running.path / "journal.sqlite")
+    things = [loads(row.text) for row in store.tail()]
+    store.close()
+    return [thing for thing in things if isinstance(thing, Finding)]
