@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.collectors.world import World, make_world, tmpfs_folder
+from tests.collectors.world import World, a_world
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with tmpfs_folder() as folder:
-        made = make_world(monkeypatch, folder)
+def world() -> Iterator[World]:
+    with a_world() as made:
         yield made
-        made.end()

@@ -4,8 +4,10 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,17 +54,23 @@ class World:
         if pid:
             self._children.append(pid)
             return pid
-        code = 1
         try:
             run()
-            code = 0
-        finally:
-            os._exit(code)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
 
     def wait(self, pid: int) -> int:
-        """How a child ended: its exit status, or minus the signal."""
+        """How a child ended: its exit status, or minus the signal. A child that does not end is killed."""
         self._children.remove(pid)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        end_s = time.monotonic() + DEADLINE_S
+        while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > end_s:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+        return os.waitstatus_to_exitcode(found[1])
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
@@ -89,6 +97,17 @@ def make_world(patch: pytest.MonkeyPatch, root: Path) -> World:
     patch.setenv("TRAINWARDEN_NODE", "n1")
     patch.setattr(say, "_said", set())
     return World(root)
+
+
+@contextlib.contextmanager
+def a_world() -> Iterator[World]:
+    """A world of its own, ended whatever happens: for tests that need a new one for each example."""
+    with tmpfs_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        made = make_world(patch, folder)
+        try:
+            yield made
+        finally:
+            made.end()
 
 
 @contextlib.contextmanager

@@ -113,16 +113,20 @@ class JobFolder:
             ) from error
         return cls(path=path, job=job)
 
+    def attempt(self, number: int) -> AttemptFolder:
+        """One attempt's folder, whether it exists or not."""
+        return AttemptFolder(path=self.path / "attempt" / str(number), number=number)
+
     def newest_attempt(self) -> AttemptFolder | None:
         """The attempt with the largest number, or None."""
         numbers = [int(entry.name) for entry in (self.path / "attempt").iterdir() if entry.name.isdigit()]
-        return AttemptFolder(path=self.path / "attempt" / str(max(numbers)), number=max(numbers)) if numbers else None
+        return self.attempt(max(numbers)) if numbers else None
 
     def new_attempt(self, spec: Mapping[str, Json], told: Mapping[str, Json]) -> AttemptFolder:
         """Make the next attempt's folder: `spec` for the keeper (env gets the attempt file), `told` for the ranks."""
         newest = self.newest_attempt()
         number = 1 if newest is None else newest.number + 1
-        attempt = AttemptFolder(path=self.path / "attempt" / str(number), number=number)
+        attempt = self.attempt(number)
         draft = Path(tempfile.mkdtemp(dir=self.path / "attempt", prefix="new-"))
         (draft / "attempt.json").write_text(json.dumps({"attempt": number, **told}))
         env = {**_mapping(spec["env"]), "TRAINWARDEN_ATTEMPT_FILE": str(attempt.attempt_file)}

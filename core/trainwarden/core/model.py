@@ -238,6 +238,8 @@ class Plan:
     """The owner's term."""
     deadline_ns: int
     ladder: tuple[Rung, ...]
+    why: str = ""
+    """What stands against it: why it only observes though its rule acts, or would be refused if it acted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
