@@ -228,10 +228,8 @@ def main() -> int:
         # One after the other, since a process has one way to record: CPython adapts our code to what it is used for.
         full, scheduled = other_ways()
         for candidate in (*together, full, *scheduled):
-            us = candidate.median_us
-            print(
-                f"{candidate.name:24} {us:7.3f} us {us / least.median_us:6.2f} x floor {us / peer.median_us:6.2f} x {PEER}"
-            )
+            us, name = candidate.median_us, candidate.name
+            print(f"{name:24} {us:7.3f} us {us / least.median_us:6.2f} x floor {us / peer.median_us:6.2f} x {PEER}")
         print("end(), wall time: p50 {:.2f} us, p99 {:.2f} us, p99.9 {:.2f} us".format(*percentiles_us))
         verdicts = [
             (f"ours <= {FLOOR_RATIO} x floor", mine.median_us / least.median_us, FLOOR_RATIO),
