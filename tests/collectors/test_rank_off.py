@@ -83,12 +83,12 @@ def test_the_public_names() -> None:
     phases = {"BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "CHECKPOINT", "COMPILE", "DATA", "EVAL", "FORWARD"}
     phases |= {"OPTIMIZER", "OTHER", "WAIT"}
     values = {"LOSS", "GRAD_NORM", "LEARNING_RATE"}
-    assert set(tw.__all__) == phases | values | {"Feature", "Phase", "Rank", "Scope", "Side", "attach"}
+    types = {"Agree", "Feature", "Phase", "Rank", "Request", "Scope", "Side"}
+    assert set(tw.__all__) == phases | values | types | {"attach"}
     assert all(hasattr(tw, name) for name in tw.__all__)
     public = {name for name in dir(tw.Rank) if not name.startswith("_")}
-    assert public == {
-        *("begin", "mark", "value", "end", "span", "phase", "note", "side", "close", "let_go", "attempt", "why_off")
-    }
+    calls = {"begin", "mark", "value", "end", "span", "phase", "note", "side", "close", "let_go", "committed"}
+    assert public == calls | {"attempt", "why_off"}
 
 
 def test_a_bare_interpreter_will_do() -> None:

@@ -16,6 +16,7 @@ Standard library only; no system call, no lock and no device synchronisation on 
 """
 
 from trainwarden.collectors.rank.rank import Rank
+from trainwarden.collectors.rank.requests import Agree
 from trainwarden.collectors.rank.side import Side
 from trainwarden.collectors.rank.start import attach
 from trainwarden.collectors.rank.words import (
@@ -37,6 +38,7 @@ from trainwarden.collectors.rank.words import (
     Phase,
     Scope,
 )
+from trainwarden.core.control import Request
 
 __all__ = [
     "BACKWARD",
@@ -53,9 +55,11 @@ __all__ = [
     "OPTIMIZER",
     "OTHER",
     "WAIT",
+    "Agree",
     "Feature",
     "Phase",
     "Rank",
+    "Request",
     "Scope",
     "Side",
     "attach",

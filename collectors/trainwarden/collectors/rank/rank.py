@@ -14,13 +14,14 @@ goes wrong is counted in the ring and said once.
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
-from threading import Lock
+from pathlib import Path
 from typing import Any, Final
 
 from trainwarden.collectors.rank.numbers import RefusedValue, number
-from trainwarden.collectors.rank.ring import NoRing, Ring
+from trainwarden.collectors.rank.requests import Agree, Desk
+from trainwarden.collectors.rank.ring import Ring
 from trainwarden.collectors.rank.say import say, say_error
 from trainwarden.collectors.rank.schedstat import Schedstat
 from trainwarden.collectors.rank.side import Side
@@ -38,7 +39,9 @@ from trainwarden.collectors.rank.words import (
     Phase,
     Scope,
 )
+from trainwarden.core.control import Request
 from trainwarden.core.records import (
+    COMMITTED,
     CONTAINS_COMM,
     DETAILS_OFFSET,
     GRAD_NONFINITE,
@@ -82,15 +85,16 @@ class Rank:
 
     # fmt: off
     __slots__ = (
-        "_at", "_batch", "_batched", "_flags", "_gate", "_hello", "_lap", "_live", "_long", "_open", "_phase", "_plain",
-        "_ring", "_schedstat", "_seq", "_side", "_side_lock", "_side_ring", "_step", "_sums", "_view", "_words",
-        "attempt", "why_off",
+        "_at", "_batch", "_batched", "_control", "_desk", "_flags", "_gate", "_hello", "_lap", "_live",
+        "_long", "_open", "_phase", "_plain", "_ring", "_schedstat", "_seq", "_side", "_step", "_sums", "_view",
+        "_words", "attempt", "why_off",
     )
     # fmt: on
     _gate: int
     _phase: int
     _live: Any  # parts of the ring, or lists that nobody reads; Any: a cast memoryview has no type of items
     _words: Any
+    _control: Any
     _view: Any
     _open: Any  # `_plain` inside a step, a tuple between steps: what value() then gives belongs to no step
 
@@ -102,14 +106,14 @@ class Rank:
         attempt: Mapping[str, Any] | None = None,
         hello: Callable[[int], None] | None = None,
         side_ring: Callable[[], Ring] | None = None,
+        desk: Desk | None = None,
         why_off: str = "",
     ) -> None:
         self.attempt = attempt
         """The attempt file, as it was when we attached; None without one."""
         self.why_off = why_off
-        self._hello, self._side_ring, self._schedstat = hello, side_ring, schedstat
-        self._side: Side | None = None
-        self._side_lock = Lock()
+        self._hello, self._schedstat, self._desk = hello, schedstat, desk
+        self._side = Side(side_ring, lambda: (self._step, self._lap))
         self._sums = Sums(schedstat)
         self._plain = [0.0] * STAMPED + [nan, nan]
         """What a row in stamps tells: stamps by phase, loss, gradient norm."""
@@ -160,30 +164,47 @@ class Rank:
             pass
         self._value(name, value, scope)
 
-    def end(self) -> None:
-        """The step ends: its row is written."""
+    def end(self, agree: Agree | None = None) -> Request | None:
+        """The step ends: its row is written. Gives what all ranks are asked to do now, the same on every rank, or None.
+
+        agree: the script's own min-reduce of a bool over all ranks; without it a job of several hosts obeys nothing.
+        """
         try:
             now = _clock()
             self._live[BETWEEN] = now
             if self._phase < OPTIMIZER:
                 self._end(now)
-                return
-            self._phase = BETWEEN_STEPS
-            self._open = ()
-            self._gate = step = self._step
-            self._seq = seq = self._seq + 1
-            at = self._at + _ROW_BYTES
-            if at == DETAILS_OFFSET:
-                at = STEPS_OFFSET
-            self._at = at
-            plain = self._plain
-            # fmt: off
-            optimizer, wait, backward, forward, data, begin, loss, grad_norm = plain
-            _pack_stamps(
-                self._view, at, seq, step, now, optimizer, wait, backward, forward, data, begin, loss, grad_norm, seq
-            )
-            # fmt: on
-            plain[LOSS] = plain[GRAD_NORM] = nan
+            else:
+                self._phase = BETWEEN_STEPS
+                self._open = ()
+                self._gate = step = self._step
+                self._seq = seq = self._seq + 1
+                at = self._at + _ROW_BYTES
+                if at == DETAILS_OFFSET:
+                    at = STEPS_OFFSET
+                self._at = at
+                plain = self._plain
+                optimizer, wait, backward, forward, data, begin, loss, grad_norm = plain
+                # fmt: off
+                _pack_stamps(
+                    self._view, at, seq, step, now, optimizer, wait, backward, forward, data, begin, loss, grad_norm,
+                    seq,
+                )
+                # fmt: on
+                plain[LOSS] = plain[GRAD_NORM] = nan
+            if self._control[0] and self._desk is not None:
+                return self._desk.attend(self._step, self._live, agree)
+        except Exception:
+            self._failed()
+        return None
+
+    def committed(self, step: int, path: str | Path, data_position: Any = None, files: Sequence[str] = ()) -> None:
+        """Any thread: this rank's part of a step's checkpoint is written. Leaves PATH/rank-<r>.json with the digests of
+        DCP's own files and of `files`. data_position: the next batch."""
+        try:
+            if self._desk is not None:
+                self._desk.commit(Path(path), step, data_position, files)
+                self._side.note(COMMITTED, step)
         except Exception:
             self._failed()
 
@@ -209,10 +230,7 @@ class Rank:
 
     def side(self) -> Side:
         """A handle with value() and note() for other threads; it has a ring and a lock of its own."""
-        with self._side_lock:
-            if self._side is None:
-                self._side = Side(self._make_side_ring(), lambda: (self._step, self._lap))
-            return self._side
+        return self._side
 
     def close(self) -> None:
         """The training ends in order. Done by itself at exit."""
@@ -222,27 +240,21 @@ class Rank:
 
     def let_go(self, why: str) -> None:
         """Write nothing any more; also what a forked child does, whose parent goes on writing."""
-        ring, side, schedstat = self._ring, self._side, self._schedstat
+        ring, side, schedstat, desk = self._ring, self._side, self._schedstat, self._desk
         self._turn_off()
         self.why_off = why
-        self._side_ring = self._hello = None
-        for held in (side, ring, schedstat):
+        self._hello = self._desk = None
+        for held in (side, ring, schedstat, desk):
             if held is not None:
                 held.close()
 
     # the long way
 
-    def _make_side_ring(self) -> Ring | None:
-        try:
-            return self._side_ring() if self._side_ring is not None and self._ring is not None else None
-        except NoRing as why:
-            say("side ring", f"no side ring: {why}")
-            return None
-
     def _turn_off(self) -> None:
         self._ring: Ring | None = None
         self._live = [0.0] * len(PHASES)
         self._words = [0] * 4
+        self._control = (0,)
         self._view = bytearray()
         self._open = [*self._plain, nan]
         self._phase, self._gate = BETWEEN_STEPS, NEVER
@@ -250,6 +262,8 @@ class Rank:
     def _turn_on(self, ring: Ring) -> None:
         self._ring, self._view, self._live = ring, ring.view, ring.live
         self._words = ring.view[_WORDS_OFFSET : _WORDS_OFFSET + 4 * 8].cast("q")
+        if self._desk is not None:
+            self._control = self._desk.words
         self._words[_LAP] = self._lap = ring.first_lap
         self._long = self._lap > 0 or self._schedstat is not None
         self._open = ()

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from trainwarden.collectors.rank.hello import write_hello
 from trainwarden.collectors.rank.rank import Rank
+from trainwarden.collectors.rank.requests import Desk
 from trainwarden.collectors.rank.ring import SIDE, NoRing, Ring
 from trainwarden.collectors.rank.say import say
 from trainwarden.collectors.rank.schedstat import Schedstat
@@ -76,7 +77,7 @@ def _record(me: Identity, clock: str) -> Rank:
 
     hello(ring.first_lap)
     side = partial(Ring, rings, me, process, CLOCKS.index(clock), SIDE)
-    return Rank(ring, schedstat=schedstat, attempt=me.told, hello=hello, side_ring=side)
+    return Rank(ring, schedstat=schedstat, attempt=me.told, hello=hello, side_ring=side, desk=Desk(ring, me))
 
 
 def _folders(me: Identity) -> tuple[Path, Path]:
