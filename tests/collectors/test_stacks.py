@@ -1,16 +1,21 @@
 """Stacks are taken from outside, of running and of stopped processes; what is denied is said."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from trainwarden.collectors import stacks
 from trainwarden.collectors.stacks import Stacks, parse_dump, see
+from trainwarden.core.identity import choose_root
 from trainwarden.core.model import JobId, Look, Subject
-from trainwarden.core.process import ProcessId, identify, read_stat
+from trainwarden.core.process import ProcessId, alive, identify, read_stat
+from trainwarden.core.records import stack_file
 
 SLEEPER = """
 import time
@@ -50,9 +55,11 @@ def test_the_witness_answers_for_each_rank_it_was_asked_for(sleeper: ProcessId) 
     own = identify(os.getpid())
     assert own is not None
     gone = ProcessId(pid=own.pid, start_time=1)
-    stacks = Stacks(node="n1", job=JobId("j"), ranks=lambda: {0: own, 2: sleeper, 3: gone}, start_ns=0, clock=lambda: 5)
+    witness = Stacks(
+        node="n1", job=JobId("j"), ranks=lambda: {0: own, 2: sleeper, 3: gone}, start_ns=0, clock=lambda: 5
+    )
     subjects = tuple(Subject(kind="rank", id=str(rank)) for rank in (2, 3, 9))
-    events = list(stacks.look(Look(key="k", what="stack", subjects=subjects)))
+    events = list(witness.look(Look(key="k", what="stack", subjects=subjects)))
     assert [event.data["rank"] for event in events] == [2, 3]
     assert events[1].data["state"] == "gone"
     assert {event.seen_ns for event in events} == {5}
@@ -63,3 +70,46 @@ def test_an_answer_that_is_not_understood_is_said(text: str) -> None:
     frames, denied = parse_dump(text, 1)
     assert frames == []
     assert denied.startswith("py-spy: its answer is not understood")
+
+
+RECORDER = """
+import time
+from trainwarden.collectors.rank import attach
+w = attach(job="stacks")
+assert not w.why_off, w.why_off
+def wait_for_peers():
+    print(w._ring.path.parent.parent, flush=True)
+    time.sleep(60)
+wait_for_peers()
+"""
+
+
+def test_a_rank_that_may_not_be_traced_answers_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root, why = choose_root()
+    if root is None:
+        pytest.skip(f"LOUD: no tmpfs for rings here: {why}")
+    monkeypatch.setenv("TRAINWARDEN_DIR", str(root / f"{os.getpid()}-{tmp_path.name}"))
+    child = subprocess.Popen([sys.executable, "-c", RECORDER], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    folder = Path(child.stdout.readline().strip())
+    process = identify(child.pid)
+    assert process is not None
+    monkeypatch.setattr(stacks, "_python_stack", lambda pid: ([], "py-spy: denied"))
+    seen = see(process, folder / "hello")
+    os.kill(child.pid, signal.SIGSTOP)
+    stopped = see(process, folder / "hello")
+    child.kill()
+    child.communicate()
+    shutil.rmtree(folder.parent)
+    assert "wait_for_peers" in str(seen["frames"][0])  # type: ignore[index]
+    assert stopped["frames"] == []
+    assert "faulthandler: no answer" in str(stopped["denied"])
+
+
+def test_a_process_that_is_no_rank_is_not_signalled(sleeper: ProcessId, tmp_path: Path) -> None:
+    stack_file(tmp_path, sleeper.pid).touch()
+    assert stacks._asked_stack(sleeper, stack_file(tmp_path, sleeper.pid)) == (
+        [],
+        "faulthandler: the rank does not answer the signal",
+    )
+    assert alive(sleeper)

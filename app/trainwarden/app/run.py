@@ -165,7 +165,9 @@ class Supervisor:
         self._emit = Emitter(f"run@{node}", job=job, start_ns=now_ns)
         root = self._watched.attempt.ring_root
         self._rings = Rings(root or self.folder.path / "no-tmpfs", node, job, start_ns=now_ns)
-        witness = Stacks(node=node, job=job, ranks=lambda: self.ranks, start_ns=now_ns)
+        witness = Stacks(
+            node=node, job=job, ranks=lambda: self.ranks, start_ns=now_ns, hellos=self.folder.path / "hello"
+        )
         processes = self._watched.processes
         self._agent = Agent([self._rings, processes], witness, processes.watch)
         self.server: Server = build_server(

@@ -1,10 +1,13 @@
 """Where a rank stands, seen from outside: a hung rank answers no request.
 
-py-spy reads the Python stack without the process's help (`--nonblocking`, so that it also works on a stopped process);
-where it may not (ptrace is denied), /proc still tells state and wait channel. What was denied is said, never left out.
+py-spy reads the Python stack without the process's help (`--nonblocking`, so that it also works on a stopped process).
+Where it may not (ptrace is denied) the rank is asked by a real-time signal, which faulthandler answers unless the
+process is stopped; and /proc always tells state and wait channel. What was denied is said, never left out.
 """
 
 import json
+import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +19,17 @@ from trainwarden.core.clock import Clock, unix_ns
 from trainwarden.core.emit import Emitter
 from trainwarden.core.errors import ChildError
 from trainwarden.core.model import Event, JobId, Json, Look, Subject
-from trainwarden.core.process import ProcessId, alive, read_stat
+from trainwarden.core.process import ProcessId, alive, read_stat, send
+from trainwarden.core.records import STACK_SIGNAL, stack_file
 
 DEADLINE_S = 10.0
 """py-spy needs 0.3-1 s for a process that has torch loaded; a machine in trouble gets ten times that."""
+
+ANSWER_S = 2.0
+"""A thread answers a signal when it next runs; on a loaded machine that takes a scheduler's round or two."""
+
+MAX_DUMP_BYTES = 1 << 20
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 MAX_FRAMES = 32
 """Innermost frames kept: deeper ones are the launcher's and the interpreter's start."""
@@ -35,9 +45,11 @@ class Stacks:
         job: JobId,
         ranks: Callable[[], Mapping[int, ProcessId]],
         start_ns: int,
+        hellos: Path | None = None,
         clock: Clock = unix_ns,
     ) -> None:
-        self._ranks, self._clock = ranks, clock
+        """hellos: the folder where ranks of this job leave their hellos, and their stacks on request."""
+        self._ranks, self._clock, self._hellos = ranks, clock, hellos
         self._emit = Emitter(f"stacks@{node}", job=job, start_ns=start_ns)
 
     def look(self, look: Look) -> Iterable[Event]:
@@ -45,7 +57,7 @@ class Stacks:
         wanted = {int(subject.id) for subject in look.subjects if subject.kind == "rank"}
         here = {rank: process for rank, process in sorted(self._ranks().items()) if rank in wanted}
         with ThreadPoolExecutor(max_workers=2) as pool:
-            seen = pool.map(see, here.values())
+            seen = pool.map(lambda process: see(process, self._hellos), here.values())
             return [self._say(rank, data) for rank, data in zip(here, seen, strict=True)]
 
     def _say(self, rank: int, data: Mapping[str, Json]) -> Event:
@@ -53,12 +65,15 @@ class Stacks:
         return self._emit("stack", subject, now_ns=self._clock(), data={"rank": rank, **data})
 
 
-def see(process: ProcessId) -> dict[str, Json]:
+def see(process: ProcessId, hellos: Path | None = None) -> dict[str, Json]:
     """frames (innermost first, `file:line function`), state, wchan and denied ("" if nothing was) of one process."""
     stat = read_stat(process.pid)
     if stat is None or not alive(process):
         return {"frames": [], "state": "gone", "wchan": "", "denied": ""}
     frames, denied = _python_stack(process.pid)
+    if not frames and hellos is not None:
+        frames, why_not = _asked_stack(process, stack_file(hellos, process.pid))
+        denied = "; ".join(filter(None, (denied, why_not)))
     wchan, wchan_denied = _wait_channel(process.pid)
     why_not = "; ".join(filter(None, (denied, wchan_denied)))
     return {"frames": list(frames), "state": stat.state, "wchan": wchan, "denied": why_not}
@@ -92,6 +107,46 @@ def parse_dump(text: str, pid: int) -> tuple[list[str], str]:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return [], f"py-spy: its answer is not understood ({type(error).__name__})"
     return frames, ""
+
+
+def _asked_stack(process: ProcessId, file: Path) -> tuple[list[str], str]:
+    """Ask by signal and read what is new in the file. Only a process that catches it is asked: others would die."""
+    try:
+        before_bytes = file.stat().st_size
+        if not _catches(process.pid, STACK_SIGNAL):
+            return [], "faulthandler: the rank does not answer the signal"
+        send(process, STACK_SIGNAL)
+        end_s = time.monotonic() + ANSWER_S
+        while time.monotonic() < end_s:
+            with file.open("rb") as dump:
+                dump.seek(before_bytes)
+                frames = parse_faulthandler(dump.read(MAX_DUMP_BYTES).decode(errors="replace"))
+            if frames:
+                return frames, ""
+            time.sleep(0.02)
+    except OSError as error:
+        return [], f"faulthandler: {error.strerror}"
+    return [], f"faulthandler: no answer within {ANSWER_S:g} s"
+
+
+def parse_faulthandler(text: str) -> list[str]:
+    """The main thread's frames of a dump, innermost first; none while it is not whole.
+
+    >>> parse_faulthandler("Current thread 0x1 (most recent call first):" + chr(10) + '  File "t.py", line 3 in f\\n')
+    ['t.py:3 f']
+    """
+    blocks = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[1:]
+    if not blocks or not text.endswith("\n"):
+        return []
+    main = blocks[-1]  # faulthandler writes the oldest thread, the main one, last
+    return [f"{file}:{line} {name}" for file, line, name in _FRAME.findall(main)][:MAX_FRAMES]
+
+
+def _catches(pid: int, number: int) -> bool:
+    for line in (Path("/proc") / str(pid) / "status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _wait_channel(pid: int) -> tuple[str, str]:

@@ -90,7 +90,7 @@ def open_pidfd(process: ProcessId) -> int | None:
     return descriptor
 
 
-def send(process: ProcessId, number: signal.Signals) -> bool:
+def send(process: ProcessId, number: int) -> bool:
     """Signal this very process; False if it is gone. Raises PermissionError."""
     descriptor = open_pidfd(process)
     if descriptor is None:

@@ -19,7 +19,9 @@ uptime); the reader turns them into Unix time. The side ring of a rank (other th
 only.
 """
 
+import signal
 import struct
+from pathlib import Path
 
 MAGIC = b"TWRING\r\n"
 """First bytes of a ring."""
@@ -142,6 +144,16 @@ LOCAL_NONFINITE = 4
 CAPTURED = 8
 CONTAINS_COMM = 16
 NONFINITE = LOSS_NONFINITE | GRAD_NONFINITE | LOCAL_NONFINITE
+
+
+STACK_SIGNAL = signal.SIGRTMIN + 6
+"""Makes a rank's faulthandler write its stacks to stack_file(); never USR1 or USR2. The first real-time signals are the
+C library's, the last few are used by debuggers' and profilers' habit."""
+
+
+def stack_file(folder: Path, pid: int) -> Path:
+    """Where the stacks of a process go, in the folder of the hellos."""
+    return folder / f"stack-{pid}.txt"
 
 
 def epoch_of(attempt: int, restart: int, lap: int) -> int:

@@ -19,6 +19,7 @@ from math import nan
 from pathlib import Path
 from typing import Any, Final
 
+from trainwarden.collectors.rank.dumps import Dumps
 from trainwarden.collectors.rank.numbers import RefusedValue, number
 from trainwarden.collectors.rank.requests import Agree, Desk
 from trainwarden.collectors.rank.ring import Ring
@@ -85,7 +86,7 @@ class Rank:
 
     # fmt: off
     __slots__ = (
-        "_at", "_batch", "_batched", "_control", "_desk", "_flags", "_gate", "_hello", "_lap", "_live",
+        "_at", "_batch", "_batched", "_control", "_desk", "_dumps", "_flags", "_gate", "_hello", "_lap", "_live",
         "_long", "_open", "_phase", "_plain", "_ring", "_schedstat", "_seq", "_side", "_step", "_sums", "_view",
         "_words", "attempt", "why_off",
     )
@@ -107,12 +108,13 @@ class Rank:
         hello: Callable[[int], None] | None = None,
         side_ring: Callable[[], Ring] | None = None,
         desk: Desk | None = None,
+        dumps: Dumps | None = None,
         why_off: str = "",
     ) -> None:
         self.attempt = attempt
         """The attempt file, as it was when we attached; None without one."""
         self.why_off = why_off
-        self._hello, self._schedstat, self._desk = hello, schedstat, desk
+        self._hello, self._schedstat, self._desk, self._dumps = hello, schedstat, desk, dumps
         self._side = Side(side_ring, lambda: (self._step, self._lap))
         self._sums = Sums(schedstat)
         self._plain = [0.0] * STAMPED + [nan, nan]
@@ -165,10 +167,8 @@ class Rank:
         self._value(name, value, scope)
 
     def end(self, agree: Agree | None = None) -> Request | None:
-        """The step ends: its row is written. Gives what all ranks are asked to do now, the same on every rank, or None.
-
-        agree: the script's own min-reduce of a bool over all ranks; without it a job of several hosts obeys nothing.
-        """
+        """The step ends: its row is written. Gives what all ranks are asked to do now, or None; the same on each rank.
+        agree: the script's own min-reduce of a bool over all ranks; a job of several hosts obeys nothing without."""
         try:
             now = _clock()
             self._live[BETWEEN] = now
@@ -240,13 +240,13 @@ class Rank:
 
     def let_go(self, why: str) -> None:
         """Write nothing any more; also what a forked child does, whose parent goes on writing."""
-        ring, side, schedstat, desk = self._ring, self._side, self._schedstat, self._desk
+        held = (self._side, self._ring, self._schedstat, self._desk, self._dumps)
         self._turn_off()
         self.why_off = why
         self._hello = self._desk = None
-        for held in (side, ring, schedstat, desk):
-            if held is not None:
-                held.close()
+        for one in held:
+            if one is not None:
+                one.close()
 
     # the long way
 

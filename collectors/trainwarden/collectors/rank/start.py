@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
+from trainwarden.collectors.rank.dumps import Dumps
 from trainwarden.collectors.rank.hello import write_hello
 from trainwarden.collectors.rank.rank import Rank
 from trainwarden.collectors.rank.requests import Desk
@@ -77,7 +78,17 @@ def _record(me: Identity, clock: str) -> Rank:
 
     hello(ring.first_lap)
     side = partial(Ring, rings, me, process, CLOCKS.index(clock), SIDE)
-    return Rank(ring, schedstat=schedstat, attempt=me.told, hello=hello, side_ring=side, desk=Desk(ring, me))
+    dumps = _dumps(hellos, process.pid)
+    desk = Desk(ring, me)
+    return Rank(ring, schedstat=schedstat, attempt=me.told, hello=hello, side_ring=side, desk=desk, dumps=dumps)
+
+
+def _dumps(hellos: Path, pid: int) -> Dumps | None:
+    try:
+        return Dumps(hellos, pid)
+    except (OSError, RuntimeError, ValueError) as error:
+        say("no dumps", f"no stacks on request: {error}")
+        return None
 
 
 def _folders(me: Identity) -> tuple[Path, Path]:
