@@ -167,7 +167,9 @@ class Training:
         """Everything a later run needs to go on to the same bits. Legally long, so it is announced."""
         self.w.phase(tw.CHECKPOINT, expect_s=60)
         self.faults.in_phase("checkpoint")
-        dcp.save(self._state(step, next_batch), checkpoint_id=directory / f"step-{step}")
+        folder = directory / f"step-{step}"
+        dcp.save(self._state(step, next_batch), checkpoint_id=folder)
+        self.w.committed(step, folder, data_position=next_batch)  # this rank's part is written, and signed
 
     def load(self, checkpoint: Path) -> tuple[int, int]:
         """Take a saved state over; gives its step and the batch that comes next."""
@@ -196,20 +198,27 @@ def ranges(text: str) -> list[range]:
 def train(args: argparse.Namespace) -> None:
     """The whole run on one rank. What it makes is gone when it returns."""
     w = tw.attach(clock="cpu")  # without a GPU, the scheduler tells own work from a busy machine
+    told = w.attempt or {}  # under `trainwarden run`: what this attempt starts from, skips, and where it may save
+    resume, folder = told.get("checkpoint") or args.resume, told.get("staging") or args.checkpoint_dir
+    skip = [*args.skip, *(range(first, last + 1) for first, last in told.get("skip", ()))]
     training = Training(args.seed, w, Faults.from_environment())
-    done, next_batch = training.load(args.resume) if args.resume else (0, 1)
+    done, next_batch = training.load(Path(resume)) if resume else (0, 1)
     loss = math.nan
     say(f"best possible loss {training.language.entropy_nats():.4f}")
-    for step, batch in zip(range(done + 1, args.steps + 1), batches(next_batch, args.skip), strict=False):
+    for step, batch in zip(range(done + 1, args.steps + 1), batches(next_batch, skip), strict=False):
         w.begin(step, batch)
         loss = training.step(step, batch)
         if step % 10 == 0:
             say(f"step {step} loss {loss:.4f}")
         if step % args.eval_every == 0:
             say(f"step {step} held-out loss {training.evaluate():.4f}")
-        if args.checkpoint_dir and step % args.checkpoint_every == 0:
-            training.save(args.checkpoint_dir, step, batch + 1)
-        w.end()
+        if folder and step % args.checkpoint_every == 0:
+            training.save(Path(folder), step, batch + 1)
+        asked = w.end()  # the same on every rank
+        if asked is not None and asked.name == "checkpoint" and folder:
+            training.save(Path(folder), step, batch + 1)
+        elif asked is not None and asked.name == "stop":
+            break
     w.close()
     dist.barrier()
     say(f"final step={args.steps} loss={loss.hex()} ({loss:.6f})")

@@ -11,7 +11,7 @@ class Agent:
     """Sources and the witness of one host, for one job."""
 
     def __init__(self, sources: Sequence[Source], witness: Witness, on_hello: Callable[[Event], None]) -> None:
-        self._sources, self._witness, self._on_hello = sources, witness, on_hello
+        self._sources, self._witness, self._on_hello = list(sources), witness, on_hello
         self._next_ns = dict.fromkeys(range(len(sources)), 0)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainwarden-look")
         self._looks: list[Future[list[Event]]] = []
@@ -30,6 +30,11 @@ class Agent:
         for look in done:
             found += look.result()
         return found
+
+    def replace(self, old: Source, new: Source, on_hello: Callable[[Event], None]) -> None:
+        """Poll another source in the place of one."""
+        self._sources[self._sources.index(old)] = new
+        self._on_hello = on_hello
 
     def look(self, look: Look) -> None:
         """Look closer in the background; what is seen comes with a later poll."""

@@ -14,6 +14,8 @@ from trainwarden.core.child import spawn
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.identity import choose_root
 from trainwarden.core.model import Json
+from trainwarden.core.records import epoch_of
+from trainwarden.remediation.checkpoints.folder import CheckpointFolder
 
 KEEPER_START_S = 10.0
 """A Python that starts with a cold disk cache takes a second or two."""
@@ -56,7 +58,7 @@ class Attempts:
             env["TRAINWARDEN_DIR"] = str(root)
             self._clear(root)
         spec: dict[str, Json] = {"command": list(self._command), "cwd": os.getcwd(), "env": env}
-        attempt = self._folder.new_attempt(spec, self._in_json(told))
+        attempt = self._folder.new_attempt(spec, self._in_json(told, self._next()))
         if root is not None:
             self._folder.link_rings(root / self._folder.job)
         with (attempt.path / "keeper.log").open("ab") as log:
@@ -80,7 +82,16 @@ class Attempts:
         if root is not None:
             self._clear(root)
 
-    def _in_json(self, told: Told) -> Mapping[str, Json]:
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """All places on this host, as far as settings name them."""
+        return self._slots
+
+    def _next(self) -> int:
+        newest = self._folder.newest_attempt()
+        return 1 if newest is None else newest.number + 1
+
+    def _in_json(self, told: Told, number: int) -> Mapping[str, Json]:
         left = [slot for slot in self._slots if slot not in told.without]
         return {
             "term": told.term,
@@ -88,7 +99,7 @@ class Attempts:
             "skip": [list(batches) for batches in told.skip],
             "without": list(told.without),
             "slots": {str(rank): slot for rank, slot in enumerate(left)},
-            "staging": None,
+            "staging": str(CheckpointFolder(self._folder.path / "checkpoints").staging(epoch_of(number, 0, 0))),
         }
 
     def _ring_root(self) -> Path | None:

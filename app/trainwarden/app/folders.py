@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import JobId, Json
@@ -79,6 +80,11 @@ class AttemptFolder:
         """Where the ranks of this attempt were told to put their rings; None: there was no tmpfs."""
         named = json.loads((self.path / "spec.json").read_text())["env"].get("TRAINWARDEN_DIR")
         return None if named is None else Path(named)
+
+    def told(self) -> Mapping[str, Any]:
+        """What the ranks of this attempt were told; written by us."""
+        told: Mapping[str, Any] = json.loads(self.attempt_file.read_text())
+        return told
 
     def keeper(self) -> Keeper | None:
         """Who keeps it; None: the keeper has not started the launcher (yet)."""

@@ -51,3 +51,16 @@ def warnings(command: Sequence[str], environment: Mapping[str, str] = os.environ
             "statuses alone; ranks are seen if the script calls trainwarden.collectors.rank.attach()"
         )
     return found
+
+
+def check_restarts(command: Sequence[str]) -> None:
+    """Raise ConfigError if the launcher restarts ranks by itself: exactly one may do it, and the policy says we act.
+
+    >>> check_restarts(["torchrun", "--max-restarts=3", "train.py"])
+    Traceback (most recent call last):
+    trainwarden.core.errors.ConfigError: torchrun --max-restarts 3: two would restart the job; give --max-restarts 0
+    """
+    words = [part for word in command for part in (word.split("=", 1) if word.startswith("--max") else [word])]
+    for flag, value in pairwise(words):
+        if flag in ("--max-restarts", "--max_restarts") and value != "0":
+            raise ConfigError(f"torchrun --max-restarts {value}: two would restart the job; give --max-restarts 0")

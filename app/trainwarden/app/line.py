@@ -1,6 +1,6 @@
 """The line of one job: frames, events and ticks in, findings out. Pure; a replay of what it was fed gives the same."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from trainwarden.core.model import Event, Finding, Frame, Input, State, StepMatrix, Tick, Topology
@@ -16,6 +16,8 @@ class Line:
     """The assembler and the job's detectors."""
 
     def __init__(self, assembler: StepAssembler, detectors: Sequence[LineDetector]) -> None:
+        self.on_step: Callable[[StepMatrix], None] | None = None
+        """Told of each closed step before the detectors are."""
         self._assembler = assembler
         self._detectors = tuple(detectors)
         self.topology: Topology | None = None
@@ -56,6 +58,8 @@ class Line:
             self.topology = closed
         else:
             self.last = closed
+            if self.on_step is not None:
+                self.on_step(closed)
         return self._tell(closed)
 
     def _tell(self, item: Input) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""`trainwarden run`: one host's keeper, agent, line and machines around one command. Observe only.
+"""`trainwarden run`: one host's keeper, agent, line, machines and repairs around one command.
 
 The supervisor owns the job (one row in the journal's database, renewed every second) but not its life: the keeper runs
 the launcher in a session of its own. A supervisor that is started again for the same job finds the keeper's attempt and
@@ -18,12 +18,14 @@ from pathlib import Path
 
 from trainwarden.app.agent import Agent
 from trainwarden.app.attempts import Attempts, Told
-from trainwarden.app.folders import JobFolder
-from trainwarden.app.launch import check_command, warnings
+from trainwarden.app.commands import Commands
+from trainwarden.app.folders import AttemptFolder, JobFolder
+from trainwarden.app.launch import check_command, check_restarts, warnings
+from trainwarden.app.repair import Repair, Seen
 from trainwarden.app.server import Server
 from trainwarden.app.store import Store
 from trainwarden.app.watched import Watched
-from trainwarden.app.wiring import Settings, build_server
+from trainwarden.app.wiring import Settings, acts, build_server, choose_policy
 from trainwarden.collectors.processes import Processes
 from trainwarden.collectors.rings import Rings
 from trainwarden.collectors.stacks import Stacks
@@ -35,11 +37,15 @@ from trainwarden.core.ports import Notifier
 from trainwarden.core.process import ProcessId, identify, send
 from trainwarden.core.records import epoch_of
 from trainwarden.remediation.killing import end
+from trainwarden.remediation.policy import Policy
 
 TICK_NS = 250_000_000
 RENEW_NS = 1_000_000_000
 DRAIN_NS = 500_000_000
 """After the last process: a few polls, so that the rings' last rows are read twice."""
+DECIDE_NS = 3_000_000_000
+"""The same where a plan may follow: findings become final, and plans start, at ticks and after cool-downs."""
+CATCH_UP_TURNS = 5
 LOOK_NS = 15_000_000_000
 """How long an end waits for stacks that are being taken (the witness's own deadline is 10 s)."""
 SILENCE_NS = 60_000_000_000
@@ -59,6 +65,10 @@ class Request:
     show_output: bool = True
     terminal: Notifier | None = None
     """Takes the place of the built-in one."""
+    policy: Policy = field(default_factory=lambda: choose_policy(None))
+    """What may be done; the default only observes."""
+    exact: bool = False
+    """Whether a resumed training repeats its losses to the last bit (on a GPU it seldom does)."""
 
 
 class Supervisor:
@@ -69,13 +79,15 @@ class Supervisor:
         self.node = os.environ.get("TRAINWARDEN_NODE") or socket.gethostname()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainwarden-stop")
         self._asked: deque[signal.Signals] = deque()
-        self._tick_ns = self._renew_ns = 0
+        self._tick_ns = self._renew_ns = self._turns = 0
         self._ended_ns: int | None = None
         self._said_silence = self._stopping = False
 
     def start(self) -> None:
         """Own the job; find its running attempt or launch one. Raises ConfigError, OwnedError, StoreError."""
         check_command(self.request.command)
+        if acts(self.request.policy):
+            check_restarts(self.request.command)
         for warning in warnings(self.request.command):
             self._say(f"warning: {warning}")
         now_ns = self._clock()
@@ -95,18 +107,15 @@ class Supervisor:
         newest = self.folder.newest_attempt()
         attached = newest is not None and not newest.ended
         attempt = newest if newest is not None and attached else self._attempts.launch(Told(term=self.term))
-        show_from = ("end" if attached else "begin") if self.request.show_output else None
-        keeper = self._attempts.keeper(attempt)
-        self._watched = Watched(
-            attempt, keeper, node=self.node, job=self.request.job, now_ns=now_ns, show_from=show_from
-        )
-        self._wire(now_ns)
+        self._watched = self._watch(attempt, now_ns, show_from="end" if attached else "begin")
+        self._wire(now_ns, attached=attached)
         self.server.resume()
         if not attached:
-            self._tell("attempt.started", {"attempt": attempt.number, "term": self.term, "by": "run"})
+            self._say_started("run")
+        mode = "repairs as its policy says" if acts(self.request.policy) else "observe only"
         self._say(
             f"{'watching again' if attached else 'watching'} job {self.request.job}, attempt {attempt.number} "
-            f"(observe only); it goes on if I end; everything is in {self.folder.path}"
+            f"({mode}); it goes on if I end; everything is in {self.folder.path}"
         )
 
     def turn(self) -> bool:
@@ -114,9 +123,10 @@ class Supervisor:
         while self._asked:
             self._forward(self._asked.popleft())
         now_ns = self._clock()
-        items = self._agent.poll(now_ns)
-        self._watched.hear(items)
-        self.server.ingest(items, now_ns)
+        self.repair.announcements.drain(self._tell)
+        self._adopt_newer(now_ns)
+        self._poll(now_ns)
+        self.server.take(self.repair.look(now_ns))
         if now_ns >= self._tick_ns:
             self._tick_ns = now_ns + TICK_NS
             self.server.tick(now_ns)
@@ -124,6 +134,9 @@ class Supervisor:
             self._renew_ns = now_ns + RENEW_NS
             with contextlib.suppress(StoreError):  # a full disk: the engine says so; the lease is tried again
                 self._store.renew(self.request.job, self.term, now_ns)
+        self._turns += 1
+        if self._turns == CATCH_UP_TURNS:  # by now the ranks that live have said hello again
+            self.repair.carrier.resume()
         self._watched.show()
         self._mind_silence(now_ns)
         return not self._over(now_ns)
@@ -140,45 +153,95 @@ class Supervisor:
 
     def finish(self) -> int:
         """Write the end down and let the job go; the launcher's exit status as a shell shows it (1 if unseen)."""
-        watched = self._watched
-        number, code, by = watched.attempt.number, watched.code, watched.by
-        self._tell("attempt.ended", {"attempt": number, "term": self.term, "by": by, "code": code})
+        self._say_ended()
         self.server.finish()
+        self.repair.close()
         self._agent.close()
-        watched.close()
         self._rings.close()
-        self._attempts.forget_rings(watched.attempt)
+        self._attempts.forget_rings(self._watched.attempt)
         self._pool.shutdown(wait=True)
-        (watched.attempt.path / "ended.json").write_text(json.dumps({"code": code, "by": by}))
         self._store.release(self.request.job, self.term)
         self._store.close()
         self._say_end()
-        return 1 if code is None else code
+        return 1 if self._watched.code is None else self._watched.code
 
     @property
     def ranks(self) -> dict[int, ProcessId]:
         """The ranks that said hello in this attempt."""
         return self._watched.processes.ranks
 
-    def _wire(self, now_ns: int) -> None:
+    def _watch(self, attempt: AttemptFolder, now_ns: int, show_from: str) -> Watched:
+        keeper = self._attempts.keeper(attempt)
+        shown = show_from if self.request.show_output else None
+        return Watched(attempt, keeper, node=self.node, job=self.request.job, now_ns=now_ns, show_from=shown)
+
+    def _wire(self, now_ns: int, *, attached: bool) -> None:
         job, node = self.request.job, self.node
         self._emit = Emitter(f"run@{node}", job=job, start_ns=now_ns)
         root = self._watched.attempt.ring_root
         self._rings = Rings(root or self.folder.path / "no-tmpfs", node, job, start_ns=now_ns)
-        witness = Stacks(
-            node=node, job=job, ranks=lambda: self.ranks, start_ns=now_ns, hellos=self.folder.path / "hello"
-        )
+        hellos = self.folder.path / "hello"
+        witness = Stacks(node=node, job=job, ranks=lambda: self.ranks, start_ns=now_ns, hellos=hellos)
+        commands = Commands(self.folder.path, job, start_ns=now_ns)
         processes = self._watched.processes
-        self._agent = Agent([self._rings, processes], witness, processes.watch)
+        self._agent = Agent([self._rings, processes, commands], witness, processes.watch)
         self.server: Server = build_server(
             self.request.settings,
             job=job,
             folder=self.folder.path,
             store=self._store,
             fence=(job, self.term),
+            policy=self.request.policy,
             look=self._agent.look,
             terminal=self.request.terminal,
         )
+        self.repair = Repair(
+            folder=self.folder,
+            term=self.term,
+            attempts=self._attempts,
+            witness=witness,
+            seen=Seen(watched=self._watched),
+            exact=self.request.exact,
+            attached=attached,
+            say=self._say,
+        )
+        self.server.line.on_step = self.repair.note
+        self.server.start, self.server.tell = self.repair.start, self.repair.carrier.tell
+
+    def _poll(self, now_ns: int) -> None:
+        items = self._agent.poll(now_ns)
+        self._watched.hear(items)
+        self.server.ingest(items, now_ns)
+        self.repair.seen.live = self.server.line.live
+        self.repair.seen.incidents = dict(self.server.incidents)
+
+    def _adopt_newer(self, now_ns: int) -> None:
+        """A plan has issued the next attempt: that is the one to watch from now on."""
+        newest = self.folder.newest_attempt() if self.server.plans else None
+        if newest is None or newest.number <= self._watched.attempt.number:
+            return
+        self._poll(now_ns)  # the last words of the old one
+        self._say_ended()
+        old, self._watched = self._watched, self._watch(newest, now_ns, show_from="begin")
+        self._agent.replace(old.processes, self._watched.processes, self._watched.processes.watch)
+        self.repair.seen.watched = self._watched
+        told = newest.told()["checkpoint"]
+        self.repair.publisher.in_use = None if told is None else Path(told).name
+        self._ended_ns, self._stopping = None, False
+        self._say_started("plan")
+        self._say(f"attempt {newest.number} of job {self.request.job} starts from {told or 'the beginning'}")
+
+    def _say_started(self, by: str) -> None:
+        number, slots = self._watched.attempt.number, list(self._attempts.slots)
+        self._tell("attempt.started", {"attempt": number, "term": self.term, "by": by, "slots": slots})
+
+    def _say_ended(self) -> None:
+        """The watched attempt is over: as an event, and in its folder."""
+        watched = self._watched
+        number, code, by = watched.attempt.number, watched.code, watched.by
+        self._tell("attempt.ended", {"attempt": number, "term": self.term, "by": by, "code": code})
+        watched.close()
+        (watched.attempt.path / "ended.json").write_text(json.dumps({"code": code, "by": by}))
 
     def _forward(self, number: signal.Signals) -> None:
         """The first time the launcher is told, the second time all is ended."""
@@ -197,21 +260,22 @@ class Supervisor:
             self._say("no rank has said hello for 60 s: does the script call trainwarden.collectors.rank.attach()?")
 
     def _over(self, now_ns: int) -> bool:
-        if self._watched.lives:
+        if self._watched.lives or self.server.plans:
             self._ended_ns = None
             return False
         if self._ended_ns is None:
             self._ended_ns = now_ns
         waited_ns = now_ns - self._ended_ns
         told = self._watched.processes.launcher_ended or waited_ns > 3 * DRAIN_NS + Processes.UNSEEN_NS
-        return waited_ns > DRAIN_NS and told and (not self._agent.looking or waited_ns > LOOK_NS)
+        drain_ns = DECIDE_NS if acts(self.request.policy) and self._watched.code != 0 else DRAIN_NS
+        return waited_ns > drain_ns and told and (not self._agent.looking or waited_ns > LOOK_NS)
 
     def _announce_stop(self, by: str) -> None:
         if not self._stopping:
             self._stopping = True
             self._tell("attempt.stopping", {"attempt": self._watched.attempt.number, "by": by})
 
-    def _tell(self, kind: str, data: dict[str, Json]) -> None:
+    def _tell(self, kind: str, data: Mapping[str, Json]) -> None:
         now_ns = self._clock()
         subject = Subject(kind="job", id=self.request.job)
         epoch = Epoch(epoch_of(self._watched.attempt.number, 0, 0))

@@ -14,7 +14,20 @@ from trainwarden.app.engine import Engine
 from trainwarden.app.line import Line
 from trainwarden.app.store import Store
 from trainwarden.core.errors import DeliveryError, StoreError
-from trainwarden.core.model import Event, Finding, Frame, Incident, Instruction, Look, Notice, Tick
+from trainwarden.core.model import (
+    Event,
+    Finding,
+    Frame,
+    Incident,
+    Instruction,
+    Look,
+    Notice,
+    Outcome,
+    Plan,
+    Start,
+    Tell,
+    Tick,
+)
 from trainwarden.core.ports import Notifier
 from trainwarden.core.recording import Recorder
 
@@ -49,6 +62,11 @@ class Server:
         self._recorder, self._notifiers, self._look, self._store = recorder, notifiers, look, store
         self.incidents: dict[str, Incident] = {}
         """The newest revision of each incident."""
+        self.plans: dict[str, Plan] = {}
+        """Those under way."""
+        self.start: Callable[[Plan], None] | None = None
+        self.tell: Callable[[Tell], None] | None = None
+        """What carries plans out, and lets them hear something; None: nothing does."""
         self.undelivered: deque[Notice] = deque(maxlen=UNDELIVERED_MAX)
         self._retry_ns = self._save_ns = 0
 
@@ -71,6 +89,13 @@ class Server:
         if now_ns >= self._save_ns:
             self._save_ns = now_ns + int(SAVE_S * 1e9)
             self._save_line()
+
+    def take(self, outcomes: Iterable[Outcome]) -> None:
+        """How rungs and plans ended; each may come again."""
+        for outcome in outcomes:
+            self._carry_out(self.engine.handle(outcome))
+            if outcome.index == -1:
+                self.plans.pop(outcome.plan, None)
 
     def resume(self) -> None:
         """After a start: take up the line's state, and carry out again what the journal's tail says.
@@ -113,8 +138,13 @@ class Server:
                     self._notify(instruction)
                 case Look():
                     self._look(instruction)
-                case _:
-                    pass  # Start and Tell: nothing acts yet
+                case Start():
+                    if self.start is not None:
+                        self.plans[instruction.plan.id] = instruction.plan
+                        self.start(instruction.plan)
+                case Tell():
+                    if self.tell is not None:
+                        self.tell(instruction)
 
     def _notify(self, notice: Notice) -> None:
         notifier = self._notifiers.get(notice.channel)

@@ -9,7 +9,7 @@ from typing import Any
 from trainwarden.alerts.incidents import Incidents, IncidentsConfig
 from trainwarden.alerts.notify.jsonl import JsonLines
 from trainwarden.alerts.notify.terminal import Terminal
-from trainwarden.app.engine import Engine
+from trainwarden.app.engine import DurableMachine, Engine
 from trainwarden.app.line import Line, LineDetector
 from trainwarden.app.server import Server
 from trainwarden.app.store import Fence, Store
@@ -23,6 +23,8 @@ from trainwarden.detectors.death import Death, DeathConfig
 from trainwarden.detectors.hang import Hang, HangConfig
 from trainwarden.detectors.loss import NonFinite, NonFiniteConfig
 from trainwarden.detectors.straggler import Straggler, StragglerConfig
+from trainwarden.remediation.policy import Policy, load_policy, shipped_policy
+from trainwarden.remediation.repairs import Repairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,7 @@ def build_server(
     folder: Path,
     store: Store,
     fence: Fence,
+    policy: Policy,
     look: Callable[[Look], None],
     terminal: Notifier | None = None,
 ) -> Server:
@@ -109,11 +112,27 @@ def build_server(
         "terminal": terminal or Terminal(),
         "jsonl": JsonLines(folder / "notices.jsonl"),
     }
+    machines: dict[str, DurableMachine] = {"incidents": Incidents(settings.incidents), "repairs": Repairs(policy, job)}
     return Server(
         line=build_line(settings, job),
-        engine=Engine(store, {"incidents": Incidents(settings.incidents)}, channels=tuple(notifiers), fence=fence),
+        engine=Engine(store, machines, channels=tuple(notifiers), fence=fence),
         recorder=Recorder(folder / "frames", max_bytes=settings.run.recording_max_bytes),
         notifiers=notifiers,
         look=look,
         store=store,
     )
+
+
+def choose_policy(named: str | None) -> Policy:
+    """The policy of a file, or a shipped one: `demo`, `default` (observe only). Raises ConfigError."""
+    match named:
+        case None | "default":
+            return shipped_policy("default")
+        case "demo":
+            return shipped_policy("demo")
+    return load_policy(Path(named))
+
+
+def acts(policy: Policy) -> bool:
+    """Whether any rule may do something."""
+    return any(rule.mode != "observe" for rule in policy.rules.values())

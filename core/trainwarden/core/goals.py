@@ -33,7 +33,7 @@ _ROWS = (
     ),
     Goal(
         name="quiesced",
-        args=("at_step",),
+        args=(),
         proof="every rank's ring says phase wait at the same step",
         undo="request resume",
     ),
@@ -45,13 +45,13 @@ _ROWS = (
     ),
     Goal(
         name="running",
-        args=("attempt", "checkpoint", "without", "skip"),
+        args=("attempt", "before_ns", "without", "skip"),
         proof="all ranks of the attempt said hello and began a step",
         undo="stopped",
     ),
     Goal(
         name="verified",
-        args=("steps",),
+        args=("attempt", "steps"),
         proof="step time, loss and gradient norm of the first steps agree with the recorded ones",
         undo="none needed: read only",
     ),

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from trainwarden.core.version import __version__
 
-NEEDED = ("numpy", "pyarrow", "pydantic", "rich", "typer", "yaml")
+NEEDED = ("dbos", "httpx", "numpy", "pyarrow", "pydantic", "rich", "typer", "yaml")
 """What the extra `agent` brings and every command needs."""
 
 

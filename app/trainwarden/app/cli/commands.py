@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from trainwarden.app.cli import demo, run
+from trainwarden.app.cli import approve, checkpoints, demo, run
 from trainwarden.core.errors import TrainwardenError
 
 _app = typer.Typer(
@@ -15,6 +15,10 @@ _app = typer.Typer(
 )
 _app.command("run")(run.run)
 _app.command("demo")(demo.demo)
+_app.command("approve")(approve.approve)
+_app.command("deny")(approve.deny)
+_app.command("stop-all")(approve.stop_all)
+_app.add_typer(checkpoints.checkpoints, name="checkpoints")
 
 
 def run_commands() -> None:

@@ -23,6 +23,7 @@ TABLE_WIDTH = 150
 
 def demo(
     only: Annotated[list[str] | None, typer.Option(help="Name of a scenario to run; may be given again.")] = None,
+    observe: Annotated[bool, typer.Option(help="Only say what is wrong; repair nothing.")] = False,
 ) -> None:
     """Run every scenario on a real 4-rank torchrun training; exit status 1 when any verdict is wrong."""
     console = Console()
@@ -31,7 +32,8 @@ def demo(
     scenarios = _chosen(only or [])
     console.print(f"{len(scenarios)} scenarios, {RANKS} ranks by torchrun with gloo on {cores()} cores; observe only")
     with _show(console) as look:
-        results = rehearse(scenarios, look, lambda result: console.print(_line(result)))
+        policy = "default" if observe else "demo"
+        results = rehearse(scenarios, look, lambda result: console.print(_line(result)), policy)
     console.print(_table(results))
     console.print(f"recordings, journals and notices: {results[0].folder.parent}")
     if not all(result.verdict.ok for result in results):

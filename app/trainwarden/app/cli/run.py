@@ -13,7 +13,7 @@ import typer
 from trainwarden.app.folders import choose_job, state_folder
 from trainwarden.app.launch import check_command
 from trainwarden.app.run import Request, Supervisor
-from trainwarden.app.wiring import load_settings
+from trainwarden.app.wiring import choose_policy, load_settings
 from trainwarden.core.errors import ConfigError, FencedError, OwnedError, StoreError, TrainwardenError
 
 EXIT_STATUS: Mapping[type[TrainwardenError], int] = {ConfigError: 2, OwnedError: 3, FencedError: 4, StoreError: 5}
@@ -25,6 +25,7 @@ def run(
     job: Annotated[str | None, typer.Option(help="Name of the job; the same name attaches again.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
     state: Annotated[Path | None, typer.Option(help="Folder for what is kept; on a local disk.")] = None,
+    policy: Annotated[str | None, typer.Option(help="YAML file: what may be done; none: observe only.")] = None,
 ) -> None:
     """Start COMMAND and watch it: say what is wrong, where and why. The training goes on if this command ends.
 
@@ -34,7 +35,13 @@ def run(
     check_command(command)
     settings = load_settings(config)
     folder = state_folder(state)
-    request = Request(job=choose_job(job, command, folder), command=tuple(command), state=folder, settings=settings)
+    request = Request(
+        job=choose_job(job, command, folder),
+        command=tuple(command),
+        state=folder,
+        settings=settings,
+        policy=choose_policy(policy),
+    )
     supervisor = Supervisor(request, say)
     supervisor.start()
     _forward_signals(supervisor)

@@ -1,0 +1,65 @@
+"""What people tell a running supervisor: files in STATE/<job>/commands/, each taken up once and kept as taken.
+
+Who may write there is who may write the job's folder: its user. The stop-all switch is a file that stands for itself
+(app/repair.py): it works even while nobody reads commands.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from trainwarden.core.emit import Emitter
+from trainwarden.core.model import Event, Frame, JobId, Json, Subject
+
+VERBS = ("approve", "deny", "stop_all")
+KEYS = ("plan", "who", "why", "expires_ns")
+MAX_BYTES = 64 * 1024
+
+
+def write_command(folder: Path, verb: str, data: Mapping[str, Json]) -> Path:
+    """Leave a command for the supervisor of the job. Raises OSError."""
+    commands = folder / "commands"
+    commands.mkdir(mode=0o700, exist_ok=True)
+    file = commands / f"{time.time_ns()}-{os.getpid()}.json"
+    draft = file.with_suffix(".new")
+    draft.write_text(json.dumps({"verb": verb, **data}))
+    draft.rename(file)
+    return file
+
+
+class Commands:
+    """Source of command.* events."""
+
+    period_s = 0.2
+
+    def __init__(self, folder: Path, job: JobId, *, start_ns: int) -> None:
+        self.name = "commands"
+        self._folder, self._job = folder / "commands", job
+        self._emit = Emitter(self.name, job=job, start_ns=start_ns)
+
+    def poll(self, now_ns: int) -> Iterable[Frame | Event]:
+        """New commands, oldest first; what cannot be understood is told as blind."""
+        try:
+            files = sorted(path for path in self._folder.iterdir() if path.suffix == ".json")
+        except OSError:
+            return []
+        events = [self._read(file, now_ns) for file in files]
+        for file in files:
+            file.rename(file.with_suffix(".taken"))
+        return events
+
+    def _read(self, file: Path, now_ns: int) -> Event:
+        job = Subject(kind="job", id=self._job)
+        try:
+            with file.open("rb") as opened:
+                said = json.loads(opened.read(MAX_BYTES))
+            verb = said["verb"]
+            data = {key: said[key] for key in KEYS}
+            if verb not in VERBS or not isinstance(data["expires_ns"], int):
+                raise ValueError(f"verb {verb!r}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f"command {file.name} is not understood: {type(error).__name__} {error}"
+            return self._emit("source.blind", Subject(kind="source", id=self.name), now_ns=now_ns, data={"why": why})
+        return self._emit(f"command.{verb}", job, now_ns=now_ns, data=data)

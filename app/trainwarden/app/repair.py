@@ -1,0 +1,166 @@
+"""Everything that repairs one job on this host, put together: actuators, durable plans, checkpoints, the switches.
+
+Plans run in threads of the carrier. What they read here the main loop only replaces; what they want said goes through
+announcements; how they ended is drained by the main loop at every turn.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainwarden.app.attempts import Attempts
+from trainwarden.app.carrier import Carrier
+from trainwarden.app.carry import Permit, Work
+from trainwarden.app.evidence import Evidence
+from trainwarden.app.folders import JobFolder
+from trainwarden.app.history import History, own_work_ratio_R
+from trainwarden.app.host import Announcements, LocalHost
+from trainwarden.app.publisher import Publisher
+from trainwarden.app.store import Store
+from trainwarden.app.watched import Watched
+from trainwarden.core.control import Block, open_blocks
+from trainwarden.core.model import Checkpoint, Frame, Incident, Outcome, Plan, Rung, StepMatrix
+from trainwarden.core.ports import Actuator, Witness
+from trainwarden.core.records import FEATURES, attempt_of, restart_of
+from trainwarden.remediation.checkpoints.dcp import DcpStore
+from trainwarden.remediation.plans import next_step, whole
+from trainwarden.remediation.requests import Requests
+from trainwarden.remediation.resumed import Origin
+from trainwarden.remediation.runtimes.torchrun import Torchrun
+from trainwarden.remediation.verify import Verification, VerificationConfig
+
+STOP_ALL = "stop-all"
+"""Name of the switch: a file of this name in STATE/<job>/ or STATE/ switches all actions off."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What the main loop sees, replaced as a whole and read by plans."""
+
+    watched: Watched
+    live: Frame | None = None
+    last: StepMatrix | None = None
+    world_size: int = 0
+    incidents: dict[str, Incident] = field(default_factory=dict)
+
+
+class Repair:
+    """One job's repairs."""
+
+    def __init__(
+        self,
+        *,
+        folder: JobFolder,
+        term: int,
+        attempts: Attempts,
+        witness: Witness,
+        seen: Seen,
+        exact: bool,
+        attached: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.seen, self.announcements = seen, Announcements()
+        self._folder, self._term = folder, term
+        self._store = Store(folder.path / "journal.sqlite")
+        self.root = folder.path / "checkpoints"
+        self.history = History(missed=seen.watched.attempt.number if attached else -1)
+        self.publisher = Publisher(self.root, folder.job, self._check, say)
+        self._plans: dict[int, Plan] = {}
+        """By the attempt that they start."""
+        host = LocalHost(
+            folder=folder,
+            attempts=attempts,
+            checkpoints=self.root,
+            announcements=self.announcements,
+            watched=lambda: self.seen.watched,
+            live=lambda: self.seen.live,
+            world_size=lambda: self.seen.world_size,
+            check=self._check,
+        )
+        actuators: Sequence[Actuator] = (
+            Evidence(witness, folder.path / "evidence", lambda: self.seen.world_size),
+            Requests(self._blocks, self._published, self._step_s, self._check),
+            Torchrun(host),
+            Verification(self.history, self._origin, own_work_ratio_R, VerificationConfig(exact=exact)),
+        )
+        work = Work(
+            actuators={goal: actuator for actuator in actuators for goal in actuator.goals},
+            guard=Permit(self._store, folder.job, switches=self.switches),
+            next_step=next_step,
+            whole=whole,
+        )
+        self.carrier = Carrier(folder.path, term, work)
+
+    @property
+    def switches(self) -> tuple[Path, Path]:
+        """Files that switch all actions off: of this job, of all jobs below STATE."""
+        return self._folder.path / STOP_ALL, self._folder.path.parent / STOP_ALL
+
+    def note(self, matrix: StepMatrix) -> None:
+        """A step has closed."""
+        self.seen.last = matrix
+        self.seen.world_size = len(matrix.seen_R)
+        self.history.add(matrix)
+        self.publisher.note(matrix)
+
+    def start(self, plan: Plan) -> None:
+        """Carry a plan out."""
+        for rung in plan.ladder:
+            if rung.goal == "running":
+                self._plans[int(str(rung.args["attempt"]))] = plan
+        self.carrier.start(plan)
+
+    def look(self, now_ns: int) -> list[Outcome]:
+        """At every turn: publish what can be, and how rungs and plans ended since."""
+        attempt = self.seen.watched.attempt.number
+        self.publisher.look(attempt, self.seen.world_size, {"world_size": self.seen.world_size}, now_ns)
+        return self.carrier.drain()
+
+    def close(self) -> None:
+        """Leave everything where it stands."""
+        self.carrier.close()
+        self.publisher.close()
+        self._store.close()
+
+    # facts for actuators (their threads)
+
+    def _check(self) -> None:
+        self._store.check(self._folder.job, self._term)
+
+    def _blocks(self) -> list[Block]:
+        live, root = self.seen.live, self.seen.watched.attempt.ring_root
+        attempt = self.seen.watched.attempt.number
+        if live is None or live.epoch is None or attempt_of(live.epoch) != attempt or root is None:
+            return []
+        return open_blocks(root / self._folder.job / "rings", attempt, restart_of(live.epoch))
+
+    def _published(self) -> int:
+        attempt = self.seen.watched.attempt.number
+        steps = [one.step for one in self._catalogue() if attempt_of(one.epoch) == attempt]
+        return max(steps, default=-1)
+
+    def _catalogue(self) -> Sequence[Checkpoint]:
+        return DcpStore(self.root, self._folder.job).catalogue(self._folder.job)
+
+    def _step_s(self) -> float:
+        last = self.seen.last
+        if last is None:
+            return 0.0
+        return float(last.values_FR[FEATURES.index("step_s")][last.seen_R].max())
+
+    def _origin(self, rung: Rung) -> Origin:
+        attempt = int(str(rung.args["attempt"]))
+        plan = self._plans[attempt]
+        running = next(one for one in plan.ladder if one.goal == "running")
+        told = self._folder.attempt(attempt).told()
+        before = running.args.get("before_ns")
+        incident = self.seen.incidents.get(plan.incident)
+        name = None if told["checkpoint"] is None else Path(told["checkpoint"]).name
+        return Origin(
+            kind=plan.rule,
+            onset_ns=plan.deadline_ns if incident is None else incident.onset_ns,
+            before_ns=before if isinstance(before, int) else None,
+            checkpoint=next((one for one in self._catalogue() if one.name == name), None),
+            skip=tuple((int(first), int(last)) for first, last in told["skip"]),
+            ended=attempt == self.seen.watched.attempt.number and self.seen.watched.code == 0,
+        )
