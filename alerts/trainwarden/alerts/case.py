@@ -134,8 +134,7 @@ class Case:
             self.judged = {name: replace(one, dealt=True) for name, one in self.judged.items()}
             self.resolve(now_ns, why)
         elif self.state in ("mitigating", "recovering"):
-            self.move("confirmed", why)
-            self.settle(now_ns)
+            self.move("confirmed", why)  # open, though the restart may have cleared its findings: nobody verified it
 
     def adopt(self, other: "Case", now_ns: int) -> None:
         """Take over the findings of a case that turned out to have the same cause."""

@@ -84,6 +84,11 @@ class LocalHost:
             return False
         return 0 < self._world_size() <= len(live.rows) and bool((live.rows["step"] >= 0).all())
 
+    def found(self, attempt: int) -> Mapping[str, Json]:
+        """The checkpoint that an attempt was started from."""
+        checkpoint = self._folder.attempt(attempt).told()["checkpoint"]
+        return {"attempt": attempt, "checkpoint": None if checkpoint is None else Path(checkpoint).name}
+
     def announce_stop(self, attempt: int, by: str) -> None:
         """Have attempt.stopping said, so that the ends that follow are no new faults."""
         self._check()
@@ -96,6 +101,8 @@ class LocalHost:
         told = old.told()
         store = DcpStore(self._checkpoints, self._folder.job)
         close_attempt(self._checkpoints, old.number, self._check)
+        if begin.before_ns is not None:  # a later restart without a bound must not take one from behind the onset
+            store.distrust_since(begin.before_ns, f"saved after the onset that attempt {begin.attempt} goes back from")
         chosen, refused = select_verified(store, begin.before_ns)
         name = None if chosen is None else chosen.name
         self._check()

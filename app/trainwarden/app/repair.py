@@ -4,13 +4,13 @@ Plans run in threads of the carrier. What they read here the main loop only repl
 announcements; how they ended is drained by the main loop at every turn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainwarden.app.attempts import Attempts
 from trainwarden.app.carrier import Carrier
-from trainwarden.app.carry import Permit, Work
+from trainwarden.app.carry import Guard, Permit, Work
 from trainwarden.app.evidence import Evidence
 from trainwarden.app.folders import JobFolder
 from trainwarden.app.history import History, own_work_ratio_R
@@ -18,12 +18,13 @@ from trainwarden.app.host import Announcements, LocalHost
 from trainwarden.app.publisher import Publisher
 from trainwarden.app.store import Store
 from trainwarden.app.watched import Watched
-from trainwarden.core.control import Block, open_blocks
-from trainwarden.core.model import Checkpoint, Frame, Incident, Outcome, Plan, Rung, StepMatrix
+from trainwarden.core.control import RESUME, Block, open_blocks, post
+from trainwarden.core.errors import ActionError
+from trainwarden.core.model import Checkpoint, Frame, Incident, Json, Outcome, Plan, Rung, StepMatrix
 from trainwarden.core.ports import Actuator, Witness
 from trainwarden.core.records import FEATURES, attempt_of, restart_of
 from trainwarden.remediation.checkpoints.dcp import DcpStore
-from trainwarden.remediation.plans import next_step, whole
+from trainwarden.remediation.plans import next_step, paused, whole
 from trainwarden.remediation.requests import Requests
 from trainwarden.remediation.resumed import Origin
 from trainwarden.remediation.runtimes.torchrun import Torchrun
@@ -31,6 +32,10 @@ from trainwarden.remediation.verify import Verification, VerificationConfig
 
 STOP_ALL = "stop-all"
 """Name of the switch: a file of this name in STATE/<job>/ or STATE/ switches all actions off."""
+
+
+_OF_THE_STATE = ("loss", "grad_norm", "finite", "resume")
+"""Checks that speak against the checkpoint; a step time does not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +62,7 @@ class Repair:
         seen: Seen,
         exact: bool,
         attached: bool,
+        broken: Guard,
         say: Callable[[str], None],
     ) -> None:
         self.seen, self.announcements = seen, Announcements()
@@ -81,13 +87,16 @@ class Repair:
             Evidence(witness, folder.path / "evidence", lambda: self.seen.world_size),
             Requests(self._blocks, self._published, self._step_s, self._check),
             Torchrun(host),
-            Verification(self.history, self._origin, own_work_ratio_R, VerificationConfig(exact=exact)),
+            _WhileItLives(
+                Verification(self.history, self._origin, own_work_ratio_R, VerificationConfig(exact=exact)), seen
+            ),
         )
         work = Work(
             actuators={goal: actuator for actuator in actuators for goal in actuator.goals},
-            guard=Permit(self._store, folder.job, switches=self.switches),
+            guard=Permit(self._store, folder.job, switches=self.switches, also=[broken]),
             next_step=next_step,
             whole=whole,
+            settle=self._settle,
         )
         self.carrier = Carrier(folder.path, term, work)
 
@@ -114,7 +123,10 @@ class Repair:
         """At every turn: publish what can be, and how rungs and plans ended since."""
         attempt = self.seen.watched.attempt.number
         self.publisher.look(attempt, self.seen.world_size, {"world_size": self.seen.world_size}, now_ns)
-        return self.carrier.drain()
+        outcomes = self.carrier.drain()
+        for outcome in outcomes:
+            self._distrust(outcome)
+        return outcomes
 
     def close(self) -> None:
         """Leave everything where it stands."""
@@ -122,7 +134,26 @@ class Repair:
         self.publisher.close()
         self._store.close()
 
-    # facts for actuators (their threads)
+    def _distrust(self, outcome: Outcome) -> None:
+        """A checkpoint from which the training did not resume as recorded is not to be taken again."""
+        plan = next((plan for plan in self._plans.values() if plan.id == outcome.plan), None)
+        if plan is None or outcome.index < 0 or plan.ladder[outcome.index].goal != "verified":
+            return
+        name = self.publisher.in_use
+        if outcome.result == "failed" and name is not None and any(one in outcome.reason for one in _OF_THE_STATE):
+            DcpStore(self.root, self._folder.job).mark(name, "distrusted", outcome.reason[:500])
+
+    # in the threads of plans
+
+    def _settle(self, plan: Plan, outcomes: Sequence[Outcome]) -> None:
+        """Ranks that a plan left waiting go on."""
+        blocks = self._blocks() if paused(plan, outcomes) else []
+        try:
+            if blocks:
+                post(blocks, code=RESUME)
+        finally:
+            for block in blocks:
+                block.close()
 
     def _check(self) -> None:
         self._store.check(self._folder.job, self._term)
@@ -164,3 +195,29 @@ class Repair:
             skip=tuple((int(first), int(last)) for first, last in told["skip"]),
             ended=attempt == self.seen.watched.attempt.number and self.seen.watched.code == 0,
         )
+
+
+class _WhileItLives:
+    """Verification, which ends at once when the attempt has died: a second fault is the next plan's business."""
+
+    goals = Verification.goals
+
+    def __init__(self, verification: Verification, seen: Seen) -> None:
+        self._verification, self._seen = verification, seen
+
+    def reached(self, rung: Rung) -> bool | None:
+        """As Verification. Raises ActionError."""
+        result = self._verification.reached(rung)
+        watched = self._seen.watched
+        mine = watched.attempt.number == rung.args["attempt"]
+        if result is None and mine and watched.processes.launcher_ended and watched.code != 0 and not watched.lives:
+            raise ActionError(f"attempt {watched.attempt.number} ended before it was verified", retryable=True)
+        return result
+
+    def pursue(self, rung: Rung, fence: int) -> Mapping[str, Json]:
+        """As Verification."""
+        return self._verification.pursue(rung, fence)
+
+    def found(self, rung: Rung) -> Mapping[str, Json]:
+        """What was found, also when it was reached at the first look."""
+        return self._verification.pursue(rung, 0)

@@ -110,8 +110,7 @@ class Supervisor:
         self._watched = self._watch(attempt, now_ns, show_from="end" if attached else "begin")
         self._wire(now_ns, attached=attached)
         self.server.resume()
-        if not attached:
-            self._say_started("run")
+        self._say_started("take-over" if attached else "run")
         mode = "repairs as its policy says" if acts(self.request.policy) else "observe only"
         self._say(
             f"{'watching again' if attached else 'watching'} job {self.request.job}, attempt {attempt.number} "
@@ -165,6 +164,11 @@ class Supervisor:
         self._say_end()
         return 1 if self._watched.code is None else self._watched.code
 
+    def abandon(self) -> None:
+        """The job is not ours any more, or we cannot go on: leave everything to the next owner."""
+        self.repair.close()
+        self._agent.close()
+
     @property
     def ranks(self) -> dict[int, ProcessId]:
         """The ranks that said hello in this attempt."""
@@ -203,6 +207,7 @@ class Supervisor:
             seen=Seen(watched=self._watched),
             exact=self.request.exact,
             attached=attached,
+            broken=lambda plan: "the journal cannot be written" if self.server.engine.degraded else None,
             say=self._say,
         )
         self.server.line.on_step = self.repair.note

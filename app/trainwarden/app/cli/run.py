@@ -46,8 +46,12 @@ def run(
     supervisor.start()
     _forward_signals(supervisor)
     period_s = settings.run.poll.total_seconds()
-    while supervisor.turn():
-        time.sleep(period_s)
+    try:
+        while supervisor.turn():
+            time.sleep(period_s)
+    except BaseException:
+        supervisor.abandon()
+        raise
     sys.exit(supervisor.finish())
 
 

@@ -57,6 +57,10 @@ class Host(Protocol):
         """Whether every rank of the attempt has begun a step."""
         ...
 
+    def found(self, attempt: int) -> Mapping[str, Json]:
+        """The checkpoint that an attempt was started from."""
+        ...
+
     def announce_stop(self, attempt: int, by: str) -> None:
         """Say that the attempt is stopped on purpose, before its processes end: their ends are no new faults."""
         ...
@@ -78,11 +82,20 @@ class Torchrun:
         self._host = host
 
     def reached(self, rung: Rung) -> bool | None:
-        """Read from processes and rings alone."""
+        """Read from processes and rings alone. Raises ActionError for an attempt that died before it ran."""
         attempt = _attempt(rung)
         if rung.goal == "stopped":
             return not self._host.processes(attempt).living
-        return self._host.newest() >= attempt and self._host.begun(attempt)
+        if self._host.newest() < attempt:
+            return False
+        processes = self._host.processes(attempt)
+        if processes.launcher is not None and not processes.living and not self._host.begun(attempt):
+            raise ActionError(f"attempt {attempt} ended before every rank had begun a step", retryable=True)
+        return self._host.begun(attempt)
+
+    def found(self, rung: Rung) -> Mapping[str, Json]:
+        """What was found when the goal was pursued, for a goal that is reached by now (after an interruption)."""
+        return self._host.found(_attempt(rung)) if rung.goal == "running" else {}
 
     def pursue(self, rung: Rung, fence: int) -> Mapping[str, Json]:
         """Stop an attempt, or issue the next one. Raises ActionError, FencedError."""
