@@ -15,13 +15,14 @@ from trainwarden.core.model import Finding, JobId
 from trainwarden.core.process import alive
 from trainwarden.core.recording import read
 
+PLAIN = ("--checkpoint-every", "9999", "--eval-every", "9999")  # no legal pause that a stop could fall into
 FLOOR = "detectors:\n  hang:\n    floor: 4s\n"
 
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
 def test_a_killed_rank_is_named_by_a_supervisor_that_was_killed_itself(start: Callable[..., Running]) -> None:
-    running = start("killed", *TORCHRUN, TRAIN, "--steps", "400")
+    running = start("killed", *TORCHRUN, TRAIN, "--steps", "400", *PLAIN)
     running.until("step 10", lambda: running.step() >= 10)
     running.supervisor.kill()
     running.supervisor.wait()
@@ -47,7 +48,7 @@ def test_a_killed_rank_is_named_by_a_supervisor_that_was_killed_itself(start: Ca
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
 def test_a_stopped_rank_then_a_killed_launcher(start: Callable[..., Running]) -> None:
-    running = start("stopped", *TORCHRUN, TRAIN, "--steps", "4000", config=FLOOR)
+    running = start("stopped", *TORCHRUN, TRAIN, "--steps", "4000", *PLAIN, config=FLOOR)
     running.until("20 known steps", lambda: running.step() >= 40)
     stopped = running.rank(1)
     os.kill(stopped.pid, signal.SIGSTOP)
