@@ -21,7 +21,7 @@ from trainwarden.app.watched import Watched
 from trainwarden.core.control import RESUME, Block, open_blocks, post
 from trainwarden.core.errors import ActionError
 from trainwarden.core.model import Checkpoint, Frame, Incident, Json, Outcome, Plan, Rung, StepMatrix
-from trainwarden.core.ports import Actuator, Witness
+from trainwarden.core.ports import Actuator, Notifier, Witness
 from trainwarden.core.records import FEATURES, attempt_of, restart_of
 from trainwarden.remediation.checkpoints.dcp import DcpStore
 from trainwarden.remediation.plans import next_step, paused, whole
@@ -63,6 +63,7 @@ class Repair:
         exact: bool,
         attached: bool,
         broken: Guard,
+        notifiers: Mapping[str, Notifier],
         say: Callable[[str], None],
     ) -> None:
         self.seen, self.announcements = seen, Announcements()
@@ -98,7 +99,7 @@ class Repair:
             whole=whole,
             settle=self._settle,
         )
-        self.carrier = Carrier(folder.path, term, work)
+        self.carrier = Carrier(folder.path, term, work, notifiers)
 
     @property
     def switches(self) -> tuple[Path, Path]:

@@ -25,7 +25,7 @@ from trainwarden.app.repair import Repair, Seen
 from trainwarden.app.server import Server
 from trainwarden.app.store import Store
 from trainwarden.app.watched import Watched
-from trainwarden.app.wiring import Settings, acts, build_server, choose_policy
+from trainwarden.app.wiring import Settings, acts, build_server, carried_notifiers, choose_policy
 from trainwarden.collectors.processes import Processes
 from trainwarden.collectors.rings import Rings
 from trainwarden.collectors.stacks import Stacks
@@ -199,6 +199,7 @@ class Supervisor:
             look=self._agent.look,
             terminal=self.request.terminal,
         )
+        notifiers = carried_notifiers(self.request.settings, self.folder.path)
         self.repair = Repair(
             folder=self.folder,
             term=self.term,
@@ -208,8 +209,11 @@ class Supervisor:
             exact=self.request.exact,
             attached=attached,
             broken=lambda plan: "the journal cannot be written" if self.server.engine.degraded else None,
+            notifiers=notifiers,
             say=self._say,
         )
+        if "webhook" in notifiers:
+            self.server.notifiers["webhook"] = self.repair.carrier.notifier("webhook")
         self.server.line.on_step = self.repair.note
         self.server.start, self.server.tell = self.repair.start, self.repair.carrier.tell
 

@@ -59,7 +59,9 @@ class Server:
         store: Store,
     ) -> None:
         self.line, self.engine = line, engine
-        self._recorder, self._notifiers, self._look, self._store = recorder, notifiers, look, store
+        self._recorder, self._look, self._store = recorder, look, store
+        self.notifiers = dict(notifiers)
+        """By channel."""
         self.incidents: dict[str, Incident] = {}
         """The newest revision of each incident."""
         self.plans: dict[str, Plan] = {}
@@ -105,7 +107,7 @@ class Server:
         saved = self._store.load_snapshot(_LINE)
         if saved is not None:
             self.line.restore(saved[1])
-        log = self._notifiers.get("jsonl")
+        log = self.notifiers.get("jsonl")
         again = self.engine.start()
         if isinstance(log, JsonLines):
             again = [one for one in again if not (isinstance(one, Notice) and log.holds(_log_key(one)))]
@@ -147,7 +149,7 @@ class Server:
                         self.tell(instruction)
 
     def _notify(self, notice: Notice) -> None:
-        notifier = self._notifiers.get(notice.channel)
+        notifier = self.notifiers.get(notice.channel)
         if notifier is None:
             return
         try:

@@ -9,6 +9,7 @@ from typing import Any
 from trainwarden.alerts.incidents import Incidents, IncidentsConfig
 from trainwarden.alerts.notify.jsonl import JsonLines
 from trainwarden.alerts.notify.terminal import Terminal
+from trainwarden.alerts.notify.webhook import Webhook, WebhookConfig
 from trainwarden.app.engine import DurableMachine, Engine
 from trainwarden.app.line import Line, LineDetector
 from trainwarden.app.server import Server
@@ -58,6 +59,7 @@ class Settings:
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
     non_finite: NonFiniteConfig = field(default_factory=NonFiniteConfig)
     incidents: IncidentsConfig = field(default_factory=IncidentsConfig)
+    webhook: WebhookConfig = field(default_factory=WebhookConfig)
 
 
 SECTIONS: Mapping[str, tuple[str, type[object]]] = {
@@ -68,6 +70,7 @@ SECTIONS: Mapping[str, tuple[str, type[object]]] = {
     "detectors.straggler": ("straggler", StragglerConfig),
     "detectors.non_finite": ("non_finite", NonFiniteConfig),
     "alerts.incidents": ("incidents", IncidentsConfig),
+    "alerts.webhook": ("webhook", WebhookConfig),
 }
 """Section of the file -> field of Settings and its type."""
 
@@ -121,6 +124,16 @@ def build_server(
         look=look,
         store=store,
     )
+
+
+def carried_notifiers(settings: Settings, folder: Path) -> Mapping[str, Notifier]:
+    """What plans' threads deliver to, in the order in which the next is told when one is given up.
+
+    Instances of their own: they are called from other threads than the main one's.
+    """
+    if not settings.webhook.url:
+        return {}
+    return {"webhook": Webhook(settings.webhook), "jsonl": JsonLines(folder / "notices.jsonl")}
 
 
 def choose_policy(named: str | None) -> Policy:
