@@ -78,8 +78,9 @@ def test_what_is_no_list_of_faults_is_refused(text: str) -> None:
         from_json(text)
 
 
-def test_kills_and_stops_by_others_are_not_the_ranks_to_make() -> None:
-    assert {name for name, row in FAULT_KINDS.items() if row.where == "outside"} == {"process.kill", "process.stop"}
+def test_what_others_do_to_ranks_and_files_is_not_the_ranks_to_make() -> None:
+    outside = {name for name, row in FAULT_KINDS.items() if row.where == "outside"}
+    assert outside == {"process.kill", "process.stop", "checkpoint.corrupt"}
 
 
 def test_a_fault_without_rank_or_slot_is_everybodys() -> None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,7 +7,7 @@ from hypothesis import strategies as st
 
 from trainwarden.core.model import Epoch, Incident, JobId, Subject, Tier
 from trainwarden.rehearsal.faults import Fault, Strike
-from trainwarden.rehearsal.judging import Told, Verdict, judge
+from trainwarden.rehearsal.judging import Repaired, Told, Verdict, judge
 from trainwarden.rehearsal.scenario import Expect, Scenario
 
 KILL = Fault(kind="process.kill", rank=2, at_step=30)
@@ -154,3 +155,71 @@ def test_a_notice_is_what_its_incident_says() -> None:
         lost_s={},
     )
     assert Told.of(incident, told(0.4).t_ns) == told(0.4)
+
+
+BITS, OTHER_BITS = (1.5).hex(), (1.25).hex()
+LOSSES = {"undisturbed": BITS, "reference": OTHER_BITS}
+BACK = Repaired(attempts=2, checkpoint=20, recovered_after_s=11.0, steps_lost=10, final_loss=BITS)
+UNTOUCHED = Repaired(attempts=1, final_loss=BITS)
+ROLLED_BACK = replace(BACK, skip=(35,), final_loss=OTHER_BITS)
+MOVED = replace(BACK, checkpoint=45, without=(1,))
+
+RESTART = replace(DEATH, expect=(replace(KILLED, checkpoint=20, final_loss="undisturbed"),))
+MOVE = replace(SLOWNESS, expect=(replace(SLOWED, without=(1,), final_loss="undisturbed"),))
+ROLL_BACK = replace(DEATH, expect=(replace(KILLED, checkpoint=20, skip=(35,), final_loss="reference"),))
+PAUSE = replace(CALM, final_loss="undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "repaired", "repair", "loss"),
+    [
+        pytest.param(RESTART, BACK, True, True, id="restarted"),
+        pytest.param(RESTART, replace(BACK, checkpoint=40), False, True, id="from another checkpoint"),
+        pytest.param(RESTART, replace(BACK, checkpoint=None), False, True, id="from the beginning"),
+        pytest.param(RESTART, replace(BACK, refused=(40,)), True, True, id="past one that does not verify"),
+        pytest.param(RESTART, replace(BACK, without=(2,)), False, True, id="a slot left out for nothing"),
+        pytest.param(RESTART, replace(BACK, skip=(35,)), False, True, id="a batch left out for nothing"),
+        pytest.param(RESTART, replace(BACK, attempts=3), False, True, id="restarted twice"),
+        pytest.param(RESTART, UNTOUCHED, False, True, id="not restarted"),
+        pytest.param(RESTART, replace(BACK, recovered_after_s=None), False, True, id="never seen to run again"),
+        pytest.param(RESTART, replace(BACK, relapses=("rank.slow",)), False, True, id="and then something else"),
+        pytest.param(RESTART, replace(BACK, final_loss=OTHER_BITS), True, False, id="to another loss"),
+        pytest.param(RESTART, replace(BACK, final_loss=None), True, False, id="to no end"),
+        pytest.param(MOVE, MOVED, True, True, id="moved"),
+        pytest.param(MOVE, replace(MOVED, checkpoint=60), True, True, id="moved, from wherever it was saved"),
+        pytest.param(MOVE, replace(MOVED, checkpoint=None), False, True, id="moved, and all work thrown away"),
+        pytest.param(MOVE, replace(MOVED, without=()), False, True, id="left where it is slow"),
+        pytest.param(MOVE, replace(MOVED, without=(2,)), False, True, id="the wrong slot left out"),
+        pytest.param(MOVE, replace(MOVED, relapses=("rank.slow",)), False, True, id="moved, and slow again"),
+        pytest.param(ROLL_BACK, ROLLED_BACK, True, True, id="rolled back"),
+        pytest.param(ROLL_BACK, replace(ROLLED_BACK, skip=()), False, True, id="the batch is used again"),
+        pytest.param(ROLL_BACK, replace(ROLLED_BACK, skip=(34, 35)), False, True, id="one batch too many left out"),
+        pytest.param(ROLL_BACK, replace(ROLLED_BACK, final_loss=BITS), True, False, id="the loss of the wrong run"),
+        pytest.param(CALM, UNTOUCHED, True, True, id="calm and untouched"),
+        pytest.param(CALM, replace(UNTOUCHED, final_loss=None), True, False, id="calm, and to no end"),
+        pytest.param(CALM, BACK, False, True, id="calm and restarted"),
+        pytest.param(PAUSE, UNTOUCHED, True, True, id="a legal pause"),
+        pytest.param(PAUSE, replace(UNTOUCHED, final_loss=OTHER_BITS), True, False, id="a pause that changes the loss"),
+    ],
+)
+def test_what_was_done_is_judged(scenario: Scenario, repaired: Repaired, repair: bool, loss: bool) -> None:
+    said = {"death": [told(0.4)], "slowness": [slow_told(2.0)], "calm": []}[scenario.name]
+    strikes = [Strike(fault=0, step=80, t_ns=round(1e9 * STRUCK_S))] if scenario.faults else []
+    found = judge(scenario, said, strikes, STEPS, repaired, LOSSES)
+    assert (found.repair_right, found.loss_right, found.ok) == (repair, loss, repair and loss)
+
+
+@pytest.mark.parametrize("scenario", [RESTART, ROLL_BACK, CALM, PAUSE], ids=lambda one: one.name)
+def test_what_was_not_to_be_done_is_not_judged(scenario: Scenario) -> None:
+    assert verdict(scenario, *([told(0.4)] if scenario.faults else [])).ok
+
+
+def test_a_loss_is_wrong_when_the_one_to_compare_with_is_not_known() -> None:
+    assert not judge(PAUSE, [], [], STEPS, UNTOUCHED, {"undisturbed": None}).loss_right
+    assert not judge(PAUSE, [], [], STEPS, UNTOUCHED, {}).loss_right
+
+
+def test_a_repair_that_was_said_wrongly_is_not_right() -> None:
+    strikes = [Strike(fault=0, step=80, t_ns=round(1e9 * STRUCK_S))]
+    found = judge(RESTART, [told(0.4, culprit="rank:1")], strikes, STEPS, BACK, LOSSES)
+    assert (found.repair_right, found.loss_right, found.ok) == (True, True, False)

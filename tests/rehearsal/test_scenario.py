@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,16 @@ from trainwarden.core.errors import ConfigError
 from trainwarden.rehearsal.faults import FAULT_KINDS
 from trainwarden.rehearsal.scenario import Scenario, built_in, read
 
-NAMES = ("undisturbed", "a-killed", "b-stopped", "c-slow-slot", "d-poisoned", "f-long-checkpoint")
+NAMES = (
+    "undisturbed",
+    "reference",
+    "a-killed",
+    "b-stopped",
+    "c-slow-slot",
+    "d-poisoned",
+    "e-corrupted",
+    "f-long-checkpoint",
+)
 
 
 def test_the_built_in_scenarios_come_in_order() -> None:
@@ -37,9 +47,40 @@ def test_every_fault_strikes_while_the_training_runs() -> None:
 
 
 def test_the_command_line_of_a_scenario() -> None:
-    lengths = ["--steps", "34", "--checkpoint-every", "30", "--eval-every", "25"]
+    lengths = ["--steps", "80", "--checkpoint-every", "30", "--eval-every", "25"]
     places = ["--checkpoint-dir", "/ckpt", "--out", "/out.json"]
     assert built_in()["f-long-checkpoint"].arguments(Path("/ckpt"), Path("/out.json")) == [*lengths, *places]
+
+
+def test_batches_that_are_never_used_are_on_the_command_line() -> None:
+    scenario = Scenario(title="short of two", skip=(35, 36))
+    assert scenario.arguments(Path("/ckpt"), Path("/out.json"))[-2:] == ["--skip", "35,36"]
+
+
+def test_every_fault_that_is_told_must_be_repaired() -> None:
+    assert {name for name, one in built_in().items() if one.repairs} == {
+        n for n, one in built_in().items() if one.expect
+    }
+
+
+def test_what_a_loss_is_compared_with_comes_first() -> None:
+    names = list(built_in())
+    for name, scenario in built_in().items():
+        if scenario.compared_with:
+            other = built_in()[scenario.compared_with]
+            assert names.index(other.name) < names.index(name)
+            assert (other.steps, other.compared_with, other.faults) == (scenario.steps, None, ())
+
+
+def test_the_reference_never_sees_what_the_repair_skips() -> None:
+    assert built_in()["reference"].skip == built_in()["d-poisoned"].expect[0].skip
+
+
+def test_the_kill_waits_for_the_corrupted_shard() -> None:
+    faults = built_in()["e-corrupted"].faults
+    assert [fault.kind for fault in faults] == ["checkpoint.corrupt", "process.kill"]
+    assert all(fault.outside for fault in faults)
+    assert faults[1] == replace(built_in()["a-killed"].faults[0], at_step=faults[1].at_step)
 
 
 def test_a_scenario_is_named_after_its_file(tmp_path: Path) -> None:

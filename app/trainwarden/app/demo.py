@@ -1,30 +1,32 @@
 """The demo: every built-in scenario on a real training, each judged by what was said, when, and about whom.
 
 Each scenario is one `trainwarden run` in this process around one torchrun of examples/train.py. Faults from outside are
-made here, by watching the step and signalling the rank; those inside the rank by the training itself, which logs when
-they struck. The verdict comes from the notices a person got.
+made here, by watching the step; those inside the rank by the training itself, which logs when they struck. The verdict
+comes from the notices a person got, and from what the attempts and the journal say was done.
 """
 
-import json
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import yaml
 
+from trainwarden.app.folders import JobFolder
+from trainwarden.app.repaired import read_loss, read_repaired
 from trainwarden.app.run import Request, Supervisor
 from trainwarden.app.wiring import acts, choose_policy, load_settings
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import JobId, Notice
 from trainwarden.core.process import send
-from trainwarden.rehearsal.faults import FAULTS_VARIABLE, LOG_VARIABLE, Strike, log_strike, read_strikes, to_json
-from trainwarden.rehearsal.judging import Told, Verdict, judge
+from trainwarden.rehearsal.damage import newest_published, spoil
+from trainwarden.rehearsal.faults import FAULTS_VARIABLE, LOG_VARIABLE, Fault, Strike, log_strike, read_strikes, to_json
+from trainwarden.rehearsal.judging import Repaired, Told, Verdict, judge
 from trainwarden.rehearsal.scenario import Scenario
 
 RANKS = 4
@@ -42,6 +44,9 @@ class Result:
 
     scenario: Scenario
     verdict: Verdict
+    repaired: Repaired
+    compared: bool
+    """Whether repair and loss were judged: not in a run that only observes."""
     final_loss: float | None
     wall_s: float
     folder: Path
@@ -73,8 +78,11 @@ def find_training() -> Path:
 class Rehearsal:
     """One scenario, from launch to verdict."""
 
-    def __init__(self, scenario: Scenario, training: Path, folder: Path, policy: str) -> None:
-        self._policy = choose_policy(policy)
+    def __init__(
+        self, scenario: Scenario, training: Path, folder: Path, policy: str, losses: Mapping[str, str | None]
+    ) -> None:
+        """losses: final ones of the scenarios before, to the last bit."""
+        self._policy, self._losses = choose_policy(policy), losses
         self.scenario, self._folder = scenario, folder / scenario.name
         self._folder.mkdir(parents=True)
         self._strikes, self._out = self._folder / "strikes.jsonl", self._folder / "out.json"
@@ -98,10 +106,13 @@ class Rehearsal:
             look(self.supervisor)
             time.sleep(POLL_S)
         self.supervisor.finish()
+        loss, repaired = read_loss(self._out), self._repaired()
         return Result(
             scenario=self.scenario,
-            verdict=self._verdict(),
-            final_loss=self._final_loss(),
+            verdict=self._verdict(repaired if acts(self._policy) else None),
+            repaired=repaired,
+            compared=acts(self._policy),
+            final_loss=None if loss is None else loss[0],
             wall_s=time.monotonic() - began_s,
             folder=self._folder,
         )
@@ -133,15 +144,27 @@ class Rehearsal:
                 self._progress.append((time.time_ns(), step))
 
     def _make_faults(self) -> None:
-        for index, fault in enumerate(self.scenario.faults):
-            if not fault.outside or index in self._made or not self._progress:
-                continue
-            step = self._progress[-1][1]
-            rank = self.supervisor.ranks.get(-1 if fault.rank is None else fault.rank)
-            if step >= fault.at_step and rank is not None:
-                self._made.add(index)
-                log_strike(self._strikes, Strike(fault=index, step=step, t_ns=time.time_ns(), rank=fault.rank))
-                send(rank, SIGNALS[fault.kind])
+        """In their order: one waits for those before it."""
+        due = ((n, one) for n, one in enumerate(self.scenario.faults) if one.outside and n not in self._made)
+        index, fault = next(due, (0, None))
+        if fault is None or not self._progress or self._progress[-1][1] < fault.at_step:
+            return
+        strike = Strike(fault=index, step=self._progress[-1][1], t_ns=time.time_ns(), rank=fault.rank)
+        if self._make(fault):
+            self._made.add(index)
+            log_strike(self._strikes, strike)
+
+    def _make(self, fault: Fault) -> bool:
+        """False: it cannot be made yet."""
+        if fault.kind == "checkpoint.corrupt":
+            checkpoint = newest_published(self.supervisor.repair.root / "published", int(fault.number("step")))
+            if checkpoint is not None:
+                spoil(checkpoint)
+            return checkpoint is not None
+        rank = self.supervisor.ranks.get(-1 if fault.rank is None else fault.rank)
+        if rank is not None:
+            send(rank, SIGNALS[fault.kind])
+        return rank is not None
 
     def _all_said(self) -> bool:
         """Whether everything expected was said, a little while ago; what expects nothing, or is repaired, runs on."""
@@ -151,14 +174,16 @@ class Rehearsal:
             self._done_ns = time.time_ns()
         return time.time_ns() > self._done_ns + AFTER_S * 1e9
 
-    def _verdict(self) -> Verdict:
-        return judge(self.scenario, self._listener.told, read_strikes(self._strikes), self._progress)
+    def _verdict(self, repaired: Repaired | None = None) -> Verdict:
+        strikes = read_strikes(self._strikes)
+        return judge(self.scenario, self._listener.told, strikes, self._progress, repaired, self._losses)
 
-    def _final_loss(self) -> float | None:
-        try:
-            return float(json.loads(self._out.read_text())["loss"])
-        except (OSError, ValueError, KeyError):
-            return None
+    def _repaired(self) -> Repaired:
+        meant = {expected.fault for expected in self.scenario.expect}
+        struck_ns = min((one.t_ns for one in read_strikes(self._strikes) if one.fault in meant), default=None)
+        job, loss = JobId(self.scenario.name), read_loss(self._out)
+        folder = JobFolder(path=self._folder / "state" / job, job=job)
+        return read_repaired(folder, struck_ns, self._progress, None if loss is None else loss[1])
 
     def _say(self, text: str) -> None:
         with (self._folder / "said.log").open("a") as file:
@@ -174,9 +199,10 @@ def rehearse(
     """Run scenarios one after the other in a fresh folder below the system's temporary one."""
     training = find_training()
     folder = Path(tempfile.mkdtemp(prefix="trainwarden-demo-"))
-    results = []
+    results: list[Result] = []
     for scenario in scenarios:
-        rehearsal = Rehearsal(scenario, training, folder, policy)
+        losses = {one.scenario.name: one.repaired.final_loss for one in results}
+        rehearsal = Rehearsal(scenario, training, folder, policy, losses)
         results.append(rehearsal.run(partial(look, scenario)))
         done(results[-1])
     return results

@@ -2,7 +2,8 @@
 
 Two ways in. A fault `in the rank` is made by the training process itself (injection.py): the environment variable
 TRAINWARDEN_FAULTS holds a JSON list, and every rank picks those that name it. A fault `from outside` (kill -9, SIGSTOP)
-is made by whoever runs the rehearsal, who watches the step and signals the pid; the ranks skip it.
+is made by whoever runs the rehearsal, who watches the step and signals the pid; the ranks skip it. Faults from outside
+are made in the order of the list: one waits for those before it.
 
 When a fault strikes, one line goes to the file TRAINWARDEN_FAULTS_LOG (if set). A fault that strikes once and is in
 that file already is over: a training that was restarted after its repair is not hit again.
@@ -72,6 +73,12 @@ _ROWS = (
     FaultKind(name="stall_python", where="rank", meaning="loading the data never ends"),
     FaultKind(name="process.kill", where="outside", meaning="SIGKILL by somebody else", target="rank"),
     FaultKind(name="process.stop", where="outside", meaning="SIGSTOP by somebody else: a silent hang", target="rank"),
+    FaultKind(
+        name="checkpoint.corrupt",
+        where="outside",
+        meaning="bytes of one shard change once a checkpoint of `step` or later is published",
+        needs=("step",),
+    ),
 )
 FAULT_KINDS: Mapping[str, FaultKind] = {row.name: row for row in _ROWS}
 

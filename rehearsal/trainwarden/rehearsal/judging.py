@@ -1,9 +1,13 @@
-"""Was the right thing said in time, and nothing else? Pure: what was told and what happened, in; a verdict, out."""
+"""Was the right thing said and done in time, and nothing else? Pure: what was told and what happened in, a verdict out.
+
+What was done is judged only where it is given: a run that observes repairs nothing.
+"""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 
 from trainwarden.core.model import Incident, Tier
 from trainwarden.rehearsal.faults import Strike
@@ -26,6 +30,30 @@ class Told:
         """That this incident was told at this time."""
         culprit = None if incident.culprit is None else str(incident.culprit)
         return cls(t_ns=t_ns, id=incident.id, kind=incident.kind, tier=incident.tier, culprit=culprit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repaired:
+    """What was done, and what came of it."""
+
+    attempts: int
+    """How often the training was started; 1: nothing was repaired."""
+    checkpoint: int | None = None
+    """Step of the checkpoint that the last attempt went back to; None: to the beginning."""
+    refused: tuple[int, ...] = ()
+    """Steps of newer checkpoints that were looked at and not taken."""
+    without: tuple[int, ...] = ()
+    """Slots that it leaves out."""
+    skip: tuple[int, ...] = ()
+    """Batches that it leaves out."""
+    recovered_after_s: float | None = None
+    """From the fault until every rank of the last attempt had begun a step; None: that was never seen."""
+    steps_lost: int | None = None
+    """Steps that had begun and were done again."""
+    relapses: tuple[str, ...] = ()
+    """Kinds of what was found wrong in attempts after the first."""
+    final_loss: str | None = None
+    """To the last bit, as float.hex() writes it; None: the training did not come to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +98,10 @@ class Verdict:
     """One an expectation, in their order."""
     false_alarms: tuple[Told, ...]
     """The last word on each incident that nobody expected."""
+    repair_right: bool = True
+    """Also where it is not judged."""
+    loss_right: bool = True
+    """Also where it is not judged."""
 
     @property
     def detected_after_s(self) -> float | None:
@@ -95,14 +127,21 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Everything expected was said rightly and in time, and nothing else was said."""
-        return all(one.ok for one in self.found) and not self.false_alarms
+        """Everything expected was said rightly and in time, and done, and nothing else was said or done."""
+        said = all(one.ok for one in self.found) and not self.false_alarms
+        return said and self.repair_right and self.loss_right
 
 
 def judge(
-    scenario: Scenario, told: Sequence[Told], strikes: Sequence[Strike], progress: Sequence[tuple[int, int]] = ()
+    scenario: Scenario,
+    told: Sequence[Told],
+    strikes: Sequence[Strike],
+    progress: Sequence[tuple[int, int]] = (),
+    repaired: Repaired | None = None,
+    losses: Mapping[str, str | None] = MappingProxyType({}),
 ) -> Verdict:
-    """The verdict. `strikes`: when each fault struck; `progress`: (Unix ns, step) whenever a step was seen to begin."""
+    """The verdict. `strikes`: when each fault struck; `progress`: (Unix ns, step) whenever a step was seen to begin;
+    `repaired`: None where that is not to be judged; `losses`: final ones of other scenarios, to the last bit."""
     by_incident = _by_incident(told)
     found = []
     for expected in scenario.expect:
@@ -110,7 +149,32 @@ def judge(
         story = by_incident.pop(chosen) if chosen and any(_nearness(by_incident[chosen], expected)) else ()
         found.append(_found(expected, story, strikes, sorted(progress)))
     unexpected = tuple(story[-1] for story in by_incident.values())
-    return Verdict(scenario=scenario.name, found=tuple(found), false_alarms=unexpected)
+    return Verdict(
+        scenario=scenario.name,
+        found=tuple(found),
+        false_alarms=unexpected,
+        repair_right=repaired is None or _repair_right(scenario, repaired),
+        loss_right=repaired is None or _loss_right(scenario, repaired, losses),
+    )
+
+
+def _repair_right(scenario: Scenario, repaired: Repaired) -> bool:
+    """Once and for all, if it had to be; never, if not."""
+    if not scenario.repairs:
+        return repaired.attempts == 1
+    if repaired.attempts != 2 or repaired.recovered_after_s is None or repaired.relapses:
+        return False
+    steps = {one.checkpoint for one in scenario.expect if one.checkpoint is not None}
+    without = {slot for one in scenario.expect for slot in one.without}
+    skip = {batch for one in scenario.expect for batch in one.skip}
+    went_back = repaired.checkpoint is not None and steps <= {repaired.checkpoint}
+    return went_back and set(repaired.without) == without and set(repaired.skip) == skip
+
+
+def _loss_right(scenario: Scenario, repaired: Repaired, losses: Mapping[str, str | None]) -> bool:
+    """The training came to its end, and to the same bits as the one it is compared with."""
+    other = scenario.compared_with
+    return repaired.final_loss is not None and (other is None or repaired.final_loss == losses.get(other))
 
 
 def _by_incident(told: Sequence[Told]) -> dict[str, list[Told]]:

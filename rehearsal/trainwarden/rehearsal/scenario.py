@@ -1,6 +1,6 @@
 """Scenarios: a real training, what goes wrong in it, and what must be said about it. One file each in scenarios/.
 
-A scenario without expectations must pass in silence: any notice is a false alarm.
+A scenario without expectations must pass in silence: any notice is a false alarm, and any repair is wrong.
 """
 
 from collections.abc import Mapping
@@ -59,6 +59,11 @@ class Expect:
             raise ConfigError("within_s: is missing (or within_steps): an alarm that may come at any time is none")
 
     @property
+    def repairs(self) -> bool:
+        """Whether a repair must follow."""
+        return self.checkpoint is not None or bool(self.without or self.skip) or self.final_loss is not None
+
+    @property
     def loudness(self) -> Tier:
         """The tier as the model has it."""
         return Tier[self.tier]
@@ -89,6 +94,12 @@ class Scenario:
     eval_every: int = 25
     """Steps."""
 
+    skip: tuple[int, ...] = ()
+    """Batches that the training never uses, from the beginning."""
+
+    final_loss: Literal["undisturbed", "reference"] | None = None
+    """As Expect.final_loss, where nothing is to be told."""
+
     config: Mapping[str, Any] = field(default_factory=dict)
     """What the file given to `trainwarden run --config` holds."""
 
@@ -100,11 +111,25 @@ class Scenario:
             if not 1 <= fault.at_step <= self.steps:
                 raise ConfigError(f"faults[{index}].at_step: need 1 to {self.steps}, got {fault.at_step}")
 
+    @property
+    def repairs(self) -> bool:
+        """Whether a repair must follow."""
+        return any(expected.repairs for expected in self.expect)
+
+    @property
+    def compared_with(self) -> str | None:
+        """Name of the scenario that ends with the same loss, if one does."""
+        return next((one.final_loss for one in self.expect if one.final_loss), self.final_loss)
+
     def arguments(self, checkpoint_dir: Path, out: Path) -> list[str]:
         """What follows examples/train.py on the command line."""
         lengths = {"--steps": self.steps, "--checkpoint-every": self.checkpoint_every, "--eval-every": self.eval_every}
         places = {"--checkpoint-dir": checkpoint_dir, "--out": out}
-        return [word for key, value in {**lengths, **places}.items() for word in (key, str(value))]
+        left_out = {"--skip": ",".join(map(str, self.skip))} if self.skip else {}
+        return [word for key, value in {**lengths, **places, **left_out}.items() for word in (key, str(value))]
+
+
+_PLACES = {"undisturbed": 0, "reference": 1}
 
 
 def read(path: Path) -> Scenario:
@@ -114,7 +139,7 @@ def read(path: Path) -> Scenario:
 
 @cache
 def built_in() -> Mapping[str, Scenario]:
-    """Those that come with trainwarden, by name: the undisturbed run first, then by letter."""
+    """Those that come with trainwarden, by name: first what others are compared with, then by letter."""
     with as_file(files("trainwarden.rehearsal") / "scenarios") as folder:
         scenarios = [read(path) for path in folder.glob("*.yaml")]
-    return {one.name: one for one in sorted(scenarios, key=lambda one: (one.name != "undisturbed", one.name))}
+    return {one.name: one for one in sorted(scenarios, key=lambda one: (_PLACES.get(one.name, len(_PLACES)), one.name))}

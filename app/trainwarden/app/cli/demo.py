@@ -1,4 +1,4 @@
-"""`trainwarden demo`: real faults on a real training, and whether the right thing was said."""
+"""`trainwarden demo`: real faults on a real training, and whether the right thing was said and done."""
 
 import sys
 import time
@@ -9,15 +9,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from trainwarden.app.demo import RANKS, Result, cores, rehearse
 from trainwarden.app.run import Supervisor
+from trainwarden.app.verdicts import table
 from trainwarden.app.view import view
 from trainwarden.core.errors import ConfigError
 from trainwarden.rehearsal.scenario import Scenario, built_in
 
-TABLE_WIDTH = 150
+TABLE_WIDTH = 170
 """Columns of the table where nobody looks at a terminal: a log does not wrap."""
 
 
@@ -29,23 +29,26 @@ def demo(
     console = Console()
     if not console.is_terminal:
         console.width = TABLE_WIDTH
-    scenarios = _chosen(only or [])
-    console.print(f"{len(scenarios)} scenarios, {RANKS} ranks by torchrun with gloo on {cores()} cores; observe only")
+    policy = "default" if observe else "demo"
+    mode = "observe only" if observe else f"repairs by policy {policy}"
+    scenarios = _chosen(only or [], compared=not observe)
+    console.print(f"{len(scenarios)} scenarios, {RANKS} ranks by torchrun with gloo on {cores()} cores; {mode}")
     with _show(console) as look:
-        policy = "default" if observe else "demo"
         results = rehearse(scenarios, look, lambda result: console.print(_line(result)), policy)
-    console.print(_table(results))
+    console.print(table(results))
     console.print(f"recordings, journals and notices: {results[0].folder.parent}")
     if not all(result.verdict.ok for result in results):
         sys.exit(1)
 
 
-def _chosen(names: Sequence[str]) -> list[Scenario]:
+def _chosen(names: Sequence[str], compared: bool) -> list[Scenario]:
+    """All, or those named and, if `compared`, those whose loss they must end with."""
     known = built_in()
     for name in names:
         if name not in known:
             raise ConfigError(f"--only: no scenario {name!r}; there are {', '.join(known)}")
-    return [scenario for name, scenario in known.items() if not names or name in names]
+    needed = {known[name].compared_with for name in names} if compared else set()
+    return [scenario for name, scenario in known.items() if not names or name in names or name in needed]
 
 
 class _Look:
@@ -71,35 +74,3 @@ def _show(console: Console) -> Iterator[_Look]:
 def _line(result: Result) -> str:
     said = "right" if result.verdict.ok else "WRONG"
     return f"{result.scenario.name}: {said} ({result.scenario.title}; {result.wall_s:.0f} s)"
-
-
-def _table(results: Sequence[Result]) -> Table:
-    table = Table("scenario", "what happens", "detected after", "culprit", "kind", "tier", "false alarms", "final loss")
-    for result in results:
-        table.add_row(*_row(result))
-    return table
-
-
-def _row(result: Result) -> list[str]:
-    verdict = result.verdict
-    loss = "-" if result.final_loss is None else f"{result.final_loss:.6f}"
-    alarms = str(len(verdict.false_alarms))
-    if not verdict.found:
-        return [verdict.scenario, result.scenario.title, "nothing to say", "-", "-", "-", alarms, loss]
-    found = verdict.found[0]
-    told = found.told
-    mark = "right" if verdict.culprit_right else "WRONG"
-    culprit = f"{told.culprit if told else 'nobody'}: {mark}"
-    kind = f"{told.kind if told else 'nothing'}{'' if verdict.kind_right else ' WRONG'}"
-    tier = f"{told.tier.name if told else '-'}{'' if verdict.tier_right else ' WRONG'}"
-    return [verdict.scenario, result.scenario.title, _after(result), culprit, kind, tier, alarms, loss]
-
-
-def _after(result: Result) -> str:
-    """Measured against the goal, in the goal's unit."""
-    found, verdict = result.verdict.found[0], result.verdict
-    late = "" if found.in_time else " LATE"
-    if found.expect.within_steps is not None:
-        return f"{verdict.detected_after_steps} steps (goal {found.expect.within_steps}){late}"
-    seconds = "never" if verdict.detected_after_s is None else f"{verdict.detected_after_s:.2f} s"
-    return f"{seconds} (goal {found.expect.within_s:g} s){late}"
