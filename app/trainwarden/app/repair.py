@@ -4,8 +4,9 @@ Plans run in threads of the carrier. What they read here the main loop only repl
 announcements; how they ended is drained by the main loop at every turn.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainwarden.app.attempts import Attempts
@@ -18,12 +19,14 @@ from trainwarden.app.host import Announcements, LocalHost
 from trainwarden.app.publisher import Publisher
 from trainwarden.app.store import Store
 from trainwarden.app.watched import Watched
+from trainwarden.core.clock import unix_ns
 from trainwarden.core.control import RESUME, Block, open_blocks, post
 from trainwarden.core.errors import ActionError
 from trainwarden.core.model import Checkpoint, Frame, Incident, Json, Outcome, Plan, Rung, StepMatrix
 from trainwarden.core.ports import Actuator, Notifier, Witness
 from trainwarden.core.records import FEATURES, attempt_of, restart_of
 from trainwarden.remediation.checkpoints.dcp import DcpStore
+from trainwarden.remediation.losttime import Instants, lost_s
 from trainwarden.remediation.plans import next_step, paused, whole
 from trainwarden.remediation.requests import Requests
 from trainwarden.remediation.resumed import Origin
@@ -72,6 +75,9 @@ class Repair:
         self.root = folder.path / "checkpoints"
         self.history = History(missed=seen.watched.attempt.number if attached else -1)
         self.publisher = Publisher(self.root, folder.job, self._check, say)
+        self._say = say
+        self._lost: dict[str, Instants] = {}
+        """By plan: when what happened."""
         self._plans: dict[int, Plan] = {}
         """By the attempt that they start."""
         host = LocalHost(
@@ -115,6 +121,10 @@ class Repair:
 
     def start(self, plan: Plan) -> None:
         """Carry a plan out."""
+        incident = self.seen.incidents.get(plan.incident)
+        onset_ns = unix_ns() if incident is None else incident.onset_ns
+        opened_ns = None if incident is None else onset_ns + int(incident.lost_s.get("detect", 0.0) * 1e9)
+        self._lost[plan.id] = Instants(onset_ns=onset_ns, noticed_ns=opened_ns, planned_ns=unix_ns())
         for rung in plan.ladder:
             if rung.goal == "running":
                 self._plans[int(str(rung.args["attempt"]))] = plan
@@ -127,7 +137,15 @@ class Repair:
         outcomes = self.carrier.drain()
         for outcome in outcomes:
             self._distrust(outcome)
+            self._account(outcome)
         return outcomes
+
+    def began(self, hello_ns: int) -> None:
+        """The attempt that a plan issued has said its first hello."""
+        plan = self._plans.get(self.seen.watched.attempt.number)
+        if plan is not None and plan.id in self._lost:
+            started_ns = self.seen.watched.started_ns
+            self._lost[plan.id] = replace(self._lost[plan.id], started_ns=started_ns, hello_ns=hello_ns)
 
     def close(self) -> None:
         """Leave everything where it stands."""
@@ -143,6 +161,27 @@ class Repair:
         name = self.publisher.in_use
         if outcome.result == "failed" and name is not None and any(one in outcome.reason for one in _OF_THE_STATE):
             DcpStore(self.root, self._folder.job).mark(name, "distrusted", outcome.reason[:500])
+
+    def _account(self, outcome: Outcome) -> None:
+        """Where the time went, said and kept when a plan has been verified."""
+        plan = next((plan for plan in self._plans.values() if plan.id == outcome.plan), None)
+        if plan is None or outcome.index < 0 or plan.id not in self._lost:
+            return
+        match plan.ladder[outcome.index].goal, outcome.result in ("reached", "already"):
+            case "stopped", True:
+                self._lost[plan.id] = replace(self._lost[plan.id], stopped_ns=unix_ns())
+            case "verified", True:
+                begun, normal = (outcome.found.get(key) for key in ("begun_ns", "normal_ns"))
+                instants = replace(
+                    self._lost.pop(plan.id),
+                    begun_ns=begun if isinstance(begun, int) else None,
+                    normal_ns=normal if isinstance(normal, int) else None,
+                )
+                spent = lost_s(instants)
+                self._say(f"recovered; lost {', '.join(f'{phase} {s:.1f} s' for phase, s in spent.items())}")
+                folder = self._folder.path / "evidence" / plan.incident.replace("/", "_")
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "lost.json").write_text(json.dumps(spent))
 
     # in the threads of plans
 

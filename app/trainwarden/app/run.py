@@ -219,7 +219,10 @@ class Supervisor:
 
     def _poll(self, now_ns: int) -> None:
         items = self._agent.poll(now_ns)
+        silent = not self._watched.said_hello
         self._watched.hear(items)
+        if silent and self._watched.said_hello:
+            self.repair.began(now_ns)
         self.server.ingest(items, now_ns)
         self.repair.seen.live = self.server.line.live
         self.repair.seen.incidents = dict(self.server.incidents)
