@@ -49,7 +49,8 @@ class Seen:
     live: Frame | None = None
     last: StepMatrix | None = None
     world_size: int = 0
-    incidents: dict[str, Incident] = field(default_factory=dict)
+    incidents: Mapping[str, Incident] = field(default_factory=dict)
+    """The server's own; a plan begins at the very tick that opened its incident."""
 
 
 class Repair:

@@ -214,6 +214,7 @@ class Supervisor:
         )
         if "webhook" in notifiers:
             self.server.notifiers["webhook"] = self.repair.carrier.notifier("webhook")
+        self.repair.seen.incidents = self.server.incidents
         self.server.line.on_step = self.repair.note
         self.server.start, self.server.tell = self.repair.start, self.repair.carrier.tell
 
@@ -225,7 +226,6 @@ class Supervisor:
             self.repair.began(now_ns)
         self.server.ingest(items, now_ns)
         self.repair.seen.live = self.server.line.live
-        self.repair.seen.incidents = dict(self.server.incidents)
 
     def _adopt_newer(self, now_ns: int) -> None:
         """A plan has issued the next attempt: that is the one to watch from now on."""
