@@ -19,7 +19,7 @@ class Dumps:
     def __init__(self, folder: Path, pid: int) -> None:
         """Raises OSError, ValueError where it cannot be installed; the signal is then left as it was."""
         self._fd = -1
-        if signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:
+        if signal.getsignal(STACK_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):  # ignored: by a parent that closed
             return
         path = stack_file(folder, pid)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_APPEND, 0o600)
