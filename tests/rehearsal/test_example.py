@@ -101,7 +101,9 @@ def test_it_learns(watched: Watched) -> None:
 
 
 def test_it_is_watched(watched: Watched, rings: Path) -> None:
-    assert sorted(path.name.split("-")[1] for path in rings.glob("*/rings/rank-*.ring")) == ["0", "1", "2", "3"]
+    made = sorted(path.name for path in rings.glob("*/rings/rank-*.ring"))
+    whole = [f"rank-{rank}-0-0{kind}" for rank in range(4) for kind in (".ring", ".side.ring")]
+    assert made == whole  # the side ring has the note that the rank's part of a checkpoint is written
 
 
 def test_unwatched_it_gives_the_same_loss_to_the_last_bit(watched: Watched, run: Run, tmp_path: Path) -> None:
