@@ -10,7 +10,7 @@ from tests.end_to_end.running import Running
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """start(job, *command, config="") -> Running."""
+    """start(job, *command, config="", policy="") -> Running."""
     started: list[Running] = []
 
     def run(job: str, *command: str, **more: Any) -> Running:

@@ -49,6 +49,8 @@ class Attempts:
     ) -> None:
         self._folder, self._command, self._env, self._node, self._say = folder, tuple(command), env, node, say
         self._slots = tuple(f"{node}:{index}" for index in range(slots or 0))
+        self._issued: set[int] = set()
+        """Attempts whose keeper this process starts."""
 
     def launch(self, told: Told) -> AttemptFolder:
         """Make the next attempt and start its keeper. Raises ChildError."""
@@ -58,15 +60,19 @@ class Attempts:
             env["TRAINWARDEN_DIR"] = str(root)
             self._clear(root)
         spec: dict[str, Json] = {"command": list(self._command), "cwd": os.getcwd(), "env": env}
-        attempt = self._folder.new_attempt(spec, self._in_json(told, self._next()))
-        if root is not None:
-            self._folder.link_rings(root / self._folder.job)
-        with (attempt.path / "keeper.log").open("ab") as log:
-            spawn([sys.executable, "-E", "-P", "-m", "trainwarden.app.keeper", str(attempt.path)], out=log, err=log)
+        number = self._next()
+        self._issued.add(number)
+        attempt = self._folder.new_attempt(spec, self._in_json(told, number))
+        self._keep(attempt)
         return attempt
 
     def keeper(self, attempt: AttemptFolder) -> Keeper | None:
-        """Its keeper, waited for; None: the launcher could not be started. Raises ConfigError if there is no keeper."""
+        """Its keeper, waited for; None: the launcher could not be started. Raises ConfigError if there is no keeper.
+
+        Whoever issued the attempt may have been killed before it started the keeper; of several only one keeps it.
+        """
+        if attempt.number not in self._issued and attempt.keeper() is None:
+            self._keep(attempt)
         end_s = time.monotonic() + KEEPER_START_S
         while time.monotonic() < end_s:
             keeper = attempt.keeper()
@@ -86,6 +92,12 @@ class Attempts:
     def slots(self) -> tuple[str, ...]:
         """All places on this host, as far as settings name them."""
         return self._slots
+
+    def _keep(self, attempt: AttemptFolder) -> None:
+        if attempt.ring_root is not None:
+            self._folder.link_rings(attempt.ring_root / self._folder.job)
+        with (attempt.path / "keeper.log").open("ab") as log:
+            spawn([sys.executable, "-E", "-P", "-m", "trainwarden.app.keeper", str(attempt.path)], out=log, err=log)
 
     def _next(self) -> int:
         newest = self._folder.newest_attempt()

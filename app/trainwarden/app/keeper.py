@@ -7,10 +7,12 @@ of, ranks whose launcher died before them. Run as `python -m trainwarden.app.kee
 
     spec.json      in:  {command, cwd, env}           env: variables added to the keeper's own environment
     keeper.json    out: {pid, start_time, launcher_pid, launcher_start_time, started_ns}
+    keeper.lock    held by the one keeper
     exits.jsonl    out: {pid, launcher, code, signal, t_ns} for each process waited for; a line is whole or absent
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -30,7 +32,9 @@ CANNOT_START = 127
 
 
 def keep(folder: Path) -> int:
-    """Start the launcher described in the folder and wait for it and all it leaves behind."""
+    """Start the launcher described in the folder and wait for it and all it leaves behind; once an attempt."""
+    if not _is_only_one(folder):
+        return 0
     spec = json.loads((folder / "spec.json").read_text())
     _become_subreaper()
     env = {**os.environ, **spec["env"]}
@@ -45,6 +49,16 @@ def keep(folder: Path) -> int:
         signal.signal(number, signal.SIG_IGN)
     _say_started(folder, launcher.pid)
     return _wait_for_all(folder, launcher.pid)
+
+
+def _is_only_one(folder: Path) -> bool:
+    """A supervisor that died while it started a keeper leaves its successor in doubt whether there is one."""
+    lock = os.open(folder / "keeper.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)  # held until we end
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return not any((folder / name).exists() for name in ("keeper.json", "exits.jsonl"))
 
 
 def _wait_for_all(folder: Path, launcher: int) -> int:

@@ -76,6 +76,10 @@ class Budgets:
         """A plan ended without having tried anything."""
         self._starts.pop(plan, None)
 
+    def rest(self, rule: str, now_ns: int) -> None:
+        """A plan could not begin: the next one of its rule comes after the cool-down."""
+        self._ended_ns[rule] = now_ns
+
     def settle(self, rule: str, *, failed: bool, reached: bool, now_ns: int) -> None:
         """A plan that tried something ended."""
         self._ended_ns[rule] = now_ns

@@ -208,6 +208,8 @@ class Repairs:
             return
         if verb == "withdraw" or not (run.tried or end.retryable):
             self._guards.budgets.give_back(plan.id)
+            if end.retryable and not verb:  # refused from outside (a switch, a journal): not at every tick again
+                self._guards.budgets.rest(plan.rule, self._now_ns)
         else:
             failed, reached = end.result in ("failed", "expired"), end.result in DONE
             self._guards.budgets.settle(plan.rule, failed=failed, reached=reached, now_ns=self._now_ns)
