@@ -39,7 +39,7 @@ def test_a_plan_goes_on_through_three_deaths_of_its_supervisor(start: Callable[.
     running.until("step 30", lambda: running.step() >= 30)
     os.kill(running.rank(3).pid, signal.SIGSTOP)  # torchrun waits 30 s for this one, so `stopped` is left to the plan
     os.kill(running.rank(2).pid, signal.SIGKILL)
-    running.until("a stop by a plan", lambda: stopping(running), 30)
+    running.until("a stop by a plan", lambda: stopping(running), 60)
     killed_and_started_again(running)
     running.until("a second attempt", lambda: running.attempts() == [1, 2], 40)
     killed_and_started_again(running)
