@@ -8,7 +8,7 @@ ARGS ?=
 BENCHMARKS := in_loop real_loop watching
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint format types imports size bench fuzz constraints clean
+.PHONY: help setup demo test check lint format types imports size bench chaos fuzz constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ bench: $(STAMP) ## what it costs: in one rank, in a real loop, beside it (all ar
 	@failed=; for name in $(BENCHMARKS); do \
 	  echo "== bench: $$name"; $(BIN)/python benchmarks/$$name.py $(ARGS) || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "missed:$$failed" >&2; exit 1; }
+
+chaos: $(STAMP) ## the slow faults: frozen owners, ranks that wake up too late, breakers, people who do not approve
+	$(BIN)/python -m pytest -m slow --timeout=180 tests/end_to_end $(ARGS)
 
 fuzz: $(STAMP) ## the property tests with 10,000 random examples each
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m hypothesis --timeout=7200 tests $(ARGS)

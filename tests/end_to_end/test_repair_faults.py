@@ -70,6 +70,7 @@ def until_published(running: Running, epochs_of: int = 1) -> None:
 # what an old attempt left
 
 
+@pytest.mark.slow
 def test_a_rank_stopped_inside_its_save_is_ended_and_its_checkpoint_is_never_taken(
     start: Callable[..., Running],
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_rank_stopped_inside_its_save_is_ended_and_its_checkpoint_is_never_tak
     assert [one.result for one in running.outcomes(-1)] == ["reached"]
 
 
+@pytest.mark.slow
 def test_a_process_of_an_old_attempt_that_wakes_up_changes_nothing(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
@@ -122,6 +124,7 @@ def wake(pid: int) -> bool:
 # two supervisors
 
 
+@pytest.mark.slow
 def test_a_frozen_supervisor_that_wakes_up_after_the_take_over_does_nothing_more(start: Callable[..., Running]) -> None:
     running = start("taken-over", *LIGHT, "--steps", "500", policy=policy())
     until_published(running)
@@ -161,6 +164,7 @@ def test_a_fault_that_comes_again_in_every_attempt_ends_at_the_budget(start: Cal
     assert [one.result for one in running.outcomes(-1)][-1] == "refused"
 
 
+@pytest.mark.slow
 def test_the_breaker_opens_after_plans_that_failed(start: Callable[..., Running]) -> None:
     running = start("breaks", *LIGHT, "--steps", "400", "--die-from", "2", "--die-after", "4", policy=policy(plans=9))
     until_published(running)
@@ -303,6 +307,7 @@ def test_a_plan_waits_for_approval_and_begins_with_it(start: Callable[..., Runni
     assert [one.result for one in running.outcomes(-1)] == ["reached"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("approval", "denied", "result"),
     [pytest.param("30s", True, "refused", id="denied"), pytest.param("2s", False, "expired", id="nobody answers")],

@@ -13,6 +13,7 @@ from trainwarden.app.folders import AttemptFolder, JobFolder
 from trainwarden.app.watched import Watched
 from trainwarden.core.errors import ActionError
 from trainwarden.core.model import Frame, Json
+from trainwarden.core.process import alive, descendants, identify
 from trainwarden.core.records import attempt_of
 from trainwarden.remediation.checkpoints.dcp import DcpStore
 from trainwarden.remediation.checkpoints.publish import close_attempt
@@ -75,7 +76,11 @@ class LocalHost:
         watched = self._watched()
         ranks = watched.processes.ranks if watched.attempt.number == attempt else {}
         slots = {int(rank): str(slot) for rank, slot in folder.told()["slots"].items()}
-        return Processes(launcher=None if keeper is None else keeper.launcher, ranks=ranks, slots=slots)
+        if keeper is None:
+            return Processes(launcher=None, ranks=ranks, slots=slots)
+        below = [identify(pid) for pid in descendants(keeper.keeper.pid)] if alive(keeper.keeper) else []
+        others = [one for one in below if one is not None and one != keeper.launcher]
+        return Processes(launcher=keeper.launcher, ranks=ranks, slots=slots, others=others)
 
     def begun(self, attempt: int) -> bool:
         """Whether the newest live frame shows every rank of the attempt in a step."""

@@ -79,6 +79,7 @@ class Repair:
         self._say = say
         self._lost: dict[str, Instants] = {}
         """By plan: when what happened."""
+        self._started: dict[str, Plan] = {}
         self._plans: dict[int, Plan] = {}
         """By the attempt that they start."""
         host = LocalHost(
@@ -129,6 +130,9 @@ class Repair:
         for rung in plan.ladder:
             if rung.goal == "running":
                 self._plans[int(str(rung.args["attempt"]))] = plan
+        if plan.mode == "approve":
+            self._say(f"plan {plan.id} waits for a person: trainwarden approve {plan.id} --job {self._folder.job}")
+        self._started[plan.id] = plan
         self.carrier.start(plan)
 
     def look(self, now_ns: int) -> list[Outcome]:
@@ -139,6 +143,7 @@ class Repair:
         for outcome in outcomes:
             self._distrust(outcome)
             self._account(outcome)
+            self._say_end(outcome)
         return outcomes
 
     def began(self, hello_ns: int) -> None:
@@ -162,6 +167,12 @@ class Repair:
         name = self.publisher.in_use
         if outcome.result == "failed" and name is not None and any(one in outcome.reason for one in _OF_THE_STATE):
             DcpStore(self.root, self._folder.job).mark(name, "distrusted", outcome.reason[:500])
+
+    def _say_end(self, outcome: Outcome) -> None:
+        """How a plan ended, unless it was only written down."""
+        plan = self._started.pop(outcome.plan, None) if outcome.index == -1 else None
+        if plan is not None and (plan.mode != "observe" or plan.why):
+            self._say(f"plan {outcome.plan} is over: {outcome.result}: {plan.why or outcome.reason}")
 
     def _account(self, outcome: Outcome) -> None:
         """Where the time went, said and kept when a plan has been verified."""

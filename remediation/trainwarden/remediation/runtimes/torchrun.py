@@ -25,11 +25,13 @@ class Processes:
     launcher: ProcessId | None
     ranks: Mapping[int, ProcessId]
     slots: Mapping[int, str]
+    others: Sequence[ProcessId] = ()
+    """What else runs below the attempt's keeper: children that left their launcher."""
 
     @property
     def living(self) -> Sequence[ProcessId]:
-        """Launcher and ranks that are alive."""
-        known = [*self.ranks.values(), *([self.launcher] if self.launcher is not None else [])]
+        """All of them that are alive."""
+        known = [*self.ranks.values(), *self.others, *([self.launcher] if self.launcher is not None else [])]
         return [process for process in known if alive(process)]
 
 
@@ -118,7 +120,7 @@ class Torchrun:
     def _stop(self, attempt: int, fence: int) -> Mapping[str, Json]:
         self._host.announce_stop(attempt, f"{BY_PLAN} of term {fence}")
         processes = self._host.processes(attempt)
-        left = end(processes.ranks.values(), processes.launcher)
+        left = end([*processes.ranks.values(), *processes.others], processes.launcher)
         if left:
             pids = ", ".join(str(process.pid) for process in left)
             raise ActionError(f"attempt {attempt}: still alive after SIGKILL: pid {pids} (state D?)", retryable=False)
