@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from trainwarden.core.identity import choose_root
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN_LAUNCHES = 14
@@ -142,6 +145,18 @@ def _marked(mark: str) -> dict[str, str]:
     processes = [path for path in Path("/proc").glob("[0-9]*") if path.name != str(os.getpid())]
     marked = [path.name for path in processes if mark in _text(path / "environ").split("\0")]
     return {pid: words for pid in marked if RESOURCE_TRACKER not in (words := _command(pid))}
+
+
+@pytest.fixture
+def ring_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder of this test's own for rings, on a tmpfs, named to every rank; skipped where there is no tmpfs."""
+    root, why = choose_root()
+    if root is None:
+        pytest.skip(f"LOUD: no tmpfs for rings here: {why}")
+    path = root / f"{os.getpid()}-{tmp_path.name}"
+    monkeypatch.setenv("TRAINWARDEN_DIR", str(path))
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import pytest
 from trainwarden.alerts.incidents import Incidents
 from trainwarden.app.engine import OWED_MAX, RETRY_NS, SNAPSHOT_EVERY, DurableMachine, Engine, key_of
 from trainwarden.app.store import Store
-from trainwarden.core.child import run
 from trainwarden.core.model import (
     Epoch,
     Event,
@@ -244,19 +243,6 @@ def test_more_than_can_be_kept_leaves_it_broken_until_the_next_start(life: Life,
 
 
 # real disks
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 512 KiB. Needs the right to mount, which a container often lacks: then this is skipped."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)], deadline_s=10)
-    if mounted.code != 0:
-        pytest.skip(f"NOT TESTED: a really full disk: mount is not permitted here ({mounted.err.strip()})")
-    yield disk
-    done = run(["umount", str(disk)], deadline_s=10)
-    assert done.code == 0, done.err
 
 
 def test_a_full_disk(small_disk: Path) -> None:

@@ -6,9 +6,8 @@ The ranks wait for each other at the end of their backward, as in DDP. What a ra
 
 import multiprocessing as mp
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from trainwarden.app.wiring import Settings, build_line
 from trainwarden.collectors.rank import BACKWARD, DATA, FORWARD, OPTIMIZER, WAIT, attach
 from trainwarden.collectors.rings import Rings
-from trainwarden.core.identity import choose_root
 from trainwarden.core.model import Finding, JobId, Tick
 
 RANKS, STEPS = 4, 36
@@ -96,18 +94,6 @@ def watch(folder: Path, slowness: Slowness) -> list[Finding]:
     return findings
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder for rings on a tmpfs; skipped where there is none."""
-    root, why = choose_root()
-    if root is None:
-        pytest.skip(f"LOUD: no tmpfs for rings here: {why}")
-    path = root / f"{os.getpid()}-{tmp_path.name}"
-    monkeypatch.setenv("TRAINWARDEN_DIR", str(path))
-    yield path
-    shutil.rmtree(path)
-
-
 @pytest.mark.parametrize(
     ("slowness", "words"),
     [
@@ -116,17 +102,17 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         pytest.param(slow_in_backward, ("comput", "backward"), id="slow in backward only"),
     ],
 )
-def test_the_slow_rank_is_named_with_its_reason(folder: Path, slowness: Slowness, words: tuple[str, ...]) -> None:
-    final = [finding for finding in watch(folder, slowness) if finding.status == "final"]
+def test_the_slow_rank_is_named_with_its_reason(ring_root: Path, slowness: Slowness, words: tuple[str, ...]) -> None:
+    final = [finding for finding in watch(ring_root, slowness) if finding.status == "final"]
     assert {str(finding.subject) for finding in final} == {"rank:2"}
     assert all(word in final[-1].reason for word in words), final[-1].reason
 
 
-def test_healthy_ranks_are_left_alone_beside_a_busy_neighbour(folder: Path) -> None:
+def test_healthy_ranks_are_left_alone_beside_a_busy_neighbour(ring_root: Path) -> None:
     neighbour = FORK.Process(target=busy, args=(600.0,))
     neighbour.start()
     try:
-        findings = watch(folder, healthy)
+        findings = watch(ring_root, healthy)
     finally:
         neighbour.kill()
         neighbour.join()

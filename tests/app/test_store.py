@@ -12,7 +12,6 @@ import pytest
 
 from trainwarden.app.mounts import Mount, mount_of
 from trainwarden.app.store import Row, Store
-from trainwarden.core.child import run
 from trainwarden.core.errors import FencedError, StoreError
 from trainwarden.core.model import JobId
 
@@ -167,19 +166,6 @@ def test_closed(store: Store) -> None:
     store.close()
     with pytest.raises(StoreError, match=r"cannot be used \(Cannot operate on a closed database"):
         store.append("a", 1, "{}")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 512 KiB. Needs the right to mount, which a container often lacks: then this is skipped."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)], deadline_s=10)
-    if mounted.code != 0:
-        pytest.skip(f"NOT TESTED: a really full disk: mount is not permitted here ({mounted.err.strip()})")
-    yield disk
-    done = run(["umount", str(disk)], deadline_s=10)
-    assert done.code == 0, done.err
 
 
 def fill(path: Path) -> None:

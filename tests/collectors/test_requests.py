@@ -4,7 +4,6 @@ import json
 import multiprocessing as mp
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from trainwarden.collectors.rank import FORWARD, WAIT, attach
-from trainwarden.core.control import CHECKPOINT, QUIESCE, RESUME, STOP, Block, acks, open_blocks, post
+from trainwarden.core.control import CHECKPOINT, QUIESCE, RESUME, STOP, Block, acks, close_blocks, open_blocks, post
 from trainwarden.core.errors import ActionError
-from trainwarden.core.identity import choose_root
 from trainwarden.core.manifest import read_rank_file
 
 RANKS, REQUESTS = 4, 200
@@ -84,26 +82,19 @@ class Job:
         self.let_go()
 
     def let_go(self) -> None:
-        for block in self.blocks if hasattr(self, "blocks") else ():
-            block.close()
+        close_blocks(self.blocks)
         self.blocks = []
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Job]:
-    root, why = choose_root()
-    if root is None:
-        pytest.skip(f"LOUD: no tmpfs for rings here: {why}")
-    path = root / f"{os.getpid()}-{tmp_path.name}"
-    monkeypatch.setenv("TRAINWARDEN_DIR", str(path))
-    running = Job(path, tmp_path)
+def job(ring_root: Path, tmp_path: Path) -> Iterator[Job]:
+    running = Job(ring_root, tmp_path)
     yield running
     for process in running.ranks:
         process.kill()
         process.join()
         process.close()
     running.let_go()
-    shutil.rmtree(path)
 
 
 def test_200_requests_are_obeyed_by_all_at_one_step_or_by_none(job: Job) -> None:
@@ -187,14 +178,7 @@ def test_the_next_request_waits_for_the_last_one(job: Job) -> None:
     job.stop()
 
 
-def test_a_committed_part_is_signed_by_its_rank(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    root, why = choose_root()
-    if root is None:
-        pytest.skip(f"LOUD: no tmpfs for rings here: {why}")
-    path = root / f"{os.getpid()}-{tmp_path.name}"
-    monkeypatch.setenv("TRAINWARDEN_DIR", str(path))
+def test_a_committed_part_is_signed_by_its_rank(ring_root: Path, tmp_path: Path) -> None:
     w = attach(rank=0, world_size=1, job=JOB)
     stage = tmp_path / "step-3"
     stage.mkdir()
@@ -205,4 +189,3 @@ def test_a_committed_part_is_signed_by_its_rank(
     signed = read_rank_file(stage, 0)
     assert (signed.step, signed.data_position) == (3, 4)
     assert signed.files["extra.bin"][0] == 100
-    shutil.rmtree(path)

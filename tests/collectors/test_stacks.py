@@ -1,7 +1,6 @@
 """Stacks are taken from outside, of running and of stopped processes; what is denied is said."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 from trainwarden.collectors import stacks
 from trainwarden.collectors.rank import attach
 from trainwarden.collectors.stacks import Stacks, parse_dump, see
-from trainwarden.core.identity import choose_root
 from trainwarden.core.model import JobId, Look, Subject
 from trainwarden.core.process import ProcessId, alive, identify, read_stat
 from trainwarden.core.records import stack_file
@@ -85,11 +83,7 @@ wait_for_peers()
 """
 
 
-def test_a_rank_that_may_not_be_traced_answers_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    root, why = choose_root()
-    if root is None:
-        pytest.skip(f"LOUD: no tmpfs for rings here: {why}")
-    monkeypatch.setenv("TRAINWARDEN_DIR", str(root / f"{os.getpid()}-{tmp_path.name}"))
+def test_a_rank_that_may_not_be_traced_answers_a_signal(monkeypatch: pytest.MonkeyPatch, ring_root: Path) -> None:
     attach(job="stacks-of-the-parent").close()  # leaves the signal ignored, and the child inherits that
     child = subprocess.Popen([sys.executable, "-c", RECORDER], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -102,7 +96,6 @@ def test_a_rank_that_may_not_be_traced_answers_a_signal(monkeypatch: pytest.Monk
     stopped = see(process, folder / "hello")
     child.kill()
     child.communicate()
-    shutil.rmtree(folder.parent)
     frames = seen["frames"]
     assert isinstance(frames, list)
     assert frames, seen["denied"]

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
-from tests.detectors.world import World, feed, step_matrix, topic, topology
+from tests.detectors.world import World, feed, step_matrix, topology
 
+from trainwarden.app.line import topic
 from trainwarden.core.codec import dumps, loads
 from trainwarden.core.kinds import KINDS
 from trainwarden.core.model import Finding, Frame, Input, Json, State, StepMatrix

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from trainwarden.app.line import topic
 from trainwarden.core.kinds import missing_data
 from trainwarden.core.model import (
     Epoch,
@@ -254,20 +255,6 @@ def step_matrix(
 def feed(detector: Detector, items: Iterable[Input]) -> list[Finding]:
     """All findings of these items; only what the detector wants is handed to it."""
     return [f for item in items if topic(item) in detector.wants for f in detector.update(item)]
-
-
-def topic(item: Input) -> str:
-    match item:
-        case Topology():
-            return "topology"
-        case StepMatrix():
-            return "steps"
-        case Tick():
-            return "tick"
-        case Frame():
-            return item.schema
-        case Event():
-            return item.kind
 
 
 def said(findings: Iterable[Finding]) -> list[tuple[str, str, str]]:

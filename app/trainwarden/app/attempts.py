@@ -60,7 +60,7 @@ class Attempts:
             env["TRAINWARDEN_DIR"] = str(root)
             self._clear(root)
         spec: dict[str, Json] = {"command": list(self._command), "cwd": os.getcwd(), "env": env}
-        number = self._next()
+        number = self._folder.next_number
         self._issued.add(number)
         attempt = self._folder.new_attempt(spec, self._in_json(told, number))
         self._keep(attempt)
@@ -98,10 +98,6 @@ class Attempts:
             self._folder.link_rings(attempt.ring_root / self._folder.job)
         with (attempt.path / "keeper.log").open("ab") as log:
             spawn([sys.executable, "-E", "-P", "-m", "trainwarden.app.keeper", str(attempt.path)], out=log, err=log)
-
-    def _next(self) -> int:
-        newest = self._folder.newest_attempt()
-        return 1 if newest is None else newest.number + 1
 
     def _in_json(self, told: Told, number: int) -> Mapping[str, Json]:
         left = [slot for slot in self._slots if slot not in told.without]

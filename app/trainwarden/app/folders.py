@@ -128,10 +128,15 @@ class JobFolder:
         numbers = [int(entry.name) for entry in (self.path / "attempt").iterdir() if entry.name.isdigit()]
         return self.attempt(max(numbers)) if numbers else None
 
+    @property
+    def next_number(self) -> int:
+        """The number that the next attempt will have."""
+        newest = self.newest_attempt()
+        return 1 if newest is None else newest.number + 1
+
     def new_attempt(self, spec: Mapping[str, Json], told: Mapping[str, Json]) -> AttemptFolder:
         """Make the next attempt's folder: `spec` for the keeper (env gets the attempt file), `told` for the ranks."""
-        newest = self.newest_attempt()
-        number = 1 if newest is None else newest.number + 1
+        number = self.next_number
         attempt = self.attempt(number)
         draft = Path(tempfile.mkdtemp(dir=self.path / "attempt", prefix="new-"))
         (draft / "attempt.json").write_text(json.dumps({"attempt": number, **told}))

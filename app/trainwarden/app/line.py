@@ -63,11 +63,12 @@ class Line:
         return self._tell(closed)
 
     def _tell(self, item: Input) -> list[Finding]:
-        topic = _topic(item)
-        return [f for detector in self._detectors if topic in detector.wants for f in detector.update(item)]
+        word = topic(item)
+        return [f for detector in self._detectors if word in detector.wants for f in detector.update(item)]
 
 
-def _topic(item: Input) -> str:
+def topic(item: Input) -> str:
+    """The word by which a detector wants such items (core.ports.Detector.wants)."""
     match item:
         case Topology():
             return "topology"

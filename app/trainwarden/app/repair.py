@@ -20,7 +20,7 @@ from trainwarden.app.publisher import Publisher
 from trainwarden.app.store import Store
 from trainwarden.app.watched import Watched
 from trainwarden.core.clock import unix_ns
-from trainwarden.core.control import RESUME, Block, open_blocks, post
+from trainwarden.core.control import RESUME, Block, close_blocks, open_blocks, post
 from trainwarden.core.errors import ActionError
 from trainwarden.core.model import Checkpoint, Frame, Incident, Json, Outcome, Plan, Rung, StepMatrix
 from trainwarden.core.ports import Actuator, Notifier, Witness
@@ -80,6 +80,7 @@ class Repair:
         self._lost: dict[str, Instants] = {}
         """By plan: when what happened."""
         self._started: dict[str, Plan] = {}
+        """By id, those that have not ended."""
         self._plans: dict[int, Plan] = {}
         """By the attempt that they start."""
         host = LocalHost(
@@ -161,7 +162,7 @@ class Repair:
 
     def _distrust(self, outcome: Outcome) -> None:
         """A checkpoint from which the training did not resume as recorded is not to be taken again."""
-        plan = next((plan for plan in self._plans.values() if plan.id == outcome.plan), None)
+        plan = self._started.get(outcome.plan)
         if plan is None or outcome.index < 0 or plan.ladder[outcome.index].goal != "verified":
             return
         name = self.publisher.in_use
@@ -170,13 +171,16 @@ class Repair:
 
     def _say_end(self, outcome: Outcome) -> None:
         """How a plan ended, unless it was only written down."""
-        plan = self._started.pop(outcome.plan, None) if outcome.index == -1 else None
+        if outcome.index != -1:
+            return
+        self._lost.pop(outcome.plan, None)
+        plan = self._started.pop(outcome.plan, None)
         if plan is not None and (plan.mode != "observe" or plan.why):
             self._say(f"plan {outcome.plan} is over: {outcome.result}: {plan.why or outcome.reason}")
 
     def _account(self, outcome: Outcome) -> None:
         """Where the time went, said and kept when a plan has been verified."""
-        plan = next((plan for plan in self._plans.values() if plan.id == outcome.plan), None)
+        plan = self._started.get(outcome.plan)
         if plan is None or outcome.index < 0 or plan.id not in self._lost:
             return
         match plan.ladder[outcome.index].goal, outcome.result in ("reached", "already"):
@@ -204,8 +208,7 @@ class Repair:
             if blocks:
                 post(blocks, code=RESUME)
         finally:
-            for block in blocks:
-                block.close()
+            close_blocks(blocks)
 
     def _check(self) -> None:
         self._store.check(self._folder.job, self._term)

@@ -20,7 +20,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,6 +160,12 @@ def open_blocks(folder: Path, attempt: int, restart: int) -> list[Block]:
         except (OSError, DataError):
             continue
     return sorted(blocks, key=lambda block: block.rank)
+
+
+def close_blocks(blocks: Iterable[Block]) -> None:
+    """Unmap them all."""
+    for block in blocks:
+        block.close()
 
 
 def post(blocks: Sequence[Block], *, code: int, lead_steps: int = LEAD_STEPS, arg: int = 0) -> Request:

@@ -177,8 +177,3 @@ def attempt_of(epoch: int) -> int:
 def restart_of(epoch: int) -> int:
     """The launcher's own restart count inside the attempt."""
     return epoch >> 16 & 0xFFFF
-
-
-def lap_of(epoch: int) -> int:
-    """How often the step number fell back inside one process."""
-    return epoch & 0xFFFF

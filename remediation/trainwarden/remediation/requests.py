@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 
-from trainwarden.core.control import CHECKPOINT, LEAD_S, LEAD_STEPS, QUIESCE, Block, Request, acks, post
+from trainwarden.core.control import CHECKPOINT, LEAD_S, LEAD_STEPS, QUIESCE, Block, Request, acks, close_blocks, post
 from trainwarden.core.errors import ActionError
 from trainwarden.core.model import Json, Rung
 
@@ -51,7 +51,7 @@ class Requests:
             obeyed = set(acks(blocks, request).values()) == {"obeyed"}
             return obeyed and all(block.begun_step == request.at_step for block in blocks)
         finally:
-            _close(blocks)
+            close_blocks(blocks)
 
     def pursue(self, rung: Rung, fence: int) -> Mapping[str, Json]:
         """Ask until all obey. Raises ActionError, FencedError."""
@@ -68,7 +68,7 @@ class Requests:
                     self._asked[rung.goal] = request
                     return {"step": request.at_step}
         finally:
-            _close(blocks)
+            close_blocks(blocks)
         raise ActionError(f"{rung.goal}: {TRIES} requests were void", retryable=True)
 
     def _lead(self) -> int:
@@ -83,8 +83,3 @@ class Requests:
                 raise ActionError(f"{request.name}: ranks {late} did not decide in time", retryable=True)
             time.sleep(_LOOK_S)
         return set(acks(blocks, request).values()) == {"obeyed"}
-
-
-def _close(blocks: Sequence[Block]) -> None:
-    for block in blocks:
-        block.close()

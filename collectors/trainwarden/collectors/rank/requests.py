@@ -8,7 +8,19 @@ from typing import Any, TypeAlias
 
 from trainwarden.collectors.rank.ring import Ring
 from trainwarden.collectors.rank.words import BETWEEN, WAIT
-from trainwarden.core.control import ACKED, OBEYED, QUIESCE, RESUME, VOID, Block, Request, open_blocks, pack, unpack
+from trainwarden.core.control import (
+    ACKED,
+    OBEYED,
+    QUIESCE,
+    RESUME,
+    VOID,
+    Block,
+    Request,
+    close_blocks,
+    open_blocks,
+    pack,
+    unpack,
+)
 from trainwarden.core.identity import Identity
 from trainwarden.core.manifest import write_rank_file
 from trainwarden.core.records import CONTROL_OFFSET
@@ -75,8 +87,7 @@ class Desk:
 
     def close(self) -> None:
         """Unmap the other rings."""
-        for peer in self._peers or ():
-            peer.close()
+        close_blocks(self._peers or ())
         self._peers = None
 
     def _answer(self, request: Request, answer: int) -> None:
