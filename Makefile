@@ -8,7 +8,7 @@ ARGS ?=
 BENCHMARKS := in_loop real_loop watching
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint format types imports size bench chaos fuzz constraints clean
+.PHONY: help setup demo test check lint format types imports size bench chaos fuzz docs dashboards constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,8 +29,8 @@ setup: $(STAMP) ## make .venv and install what constraints.txt pins
 demo: $(STAMP) ## the whole line on a real 4-rank training, with real faults: a table of verdicts
 	$(BIN)/trainwarden demo $(ARGS)
 
-test: $(STAMP) ## the whole suite with branch coverage (its floor: fail_under in pyproject.toml)
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+test: $(STAMP) ## the whole suite in two processes, with branch coverage (its floor: fail_under in pyproject.toml)
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered $(ARGS)
 
 check: lint format types imports size ## all of: lint, format, types, imports, size
 
@@ -45,7 +45,7 @@ format: $(STAMP) ## ruff's formatting (only looks; `ruff format .` mends)
 types: $(STAMP) ## mypy --strict
 	@echo "== check: types"
 	@$(BIN)/mypy
-	@$(BIN)/mypy .ci/size.py
+	@$(BIN)/mypy .ci/size.py .ci/metrics.py deploy/alertmanager/receiver.py
 
 imports: $(STAMP) ## layout and import rules
 	@echo "== check: layout and import rules"
@@ -65,6 +65,12 @@ chaos: $(STAMP) ## the slow faults: frozen owners, ranks that wake up too late, 
 
 fuzz: $(STAMP) ## the property tests with 10,000 random examples each
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m hypothesis --timeout=7200 tests $(ARGS)
+
+docs: $(STAMP) ## write docs/metrics.md from the table of metrics
+	$(BIN)/python .ci/metrics.py
+
+dashboards: $(STAMP) ## write the dashboards' JSON from their code
+	$(BIN)/python -m trainwarden.dashboards.job
 
 # To move to newer releases: .venv/bin/pip install -U NAME, make test, make constraints.
 constraints: $(STAMP) ## write constraints.txt from what .venv holds

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from trainwarden.core.identity import choose_root
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN_LAUNCHES = 14
 """Real launches that the whole suite may make: each costs 5 to 15 s on two cores."""
+WHOLE_RUNS = "tests/end_to_end/"
 GRACE_S = 2.0
 """What is ending when a test returns (a reaped child, a joining thread) has this long to be gone."""
 FUZZ_EXAMPLES = 10_000
@@ -43,6 +45,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if PROFILE == "fuzz":
         for item in items:
             _ask_for_more_examples(item)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """One process takes what starts whole runs (it mostly waits, and two trainings at once would be too many for two
+    cores), first of all; the others take the rest, a file at a time."""
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = lambda nodeid: WHOLE_RUNS if nodeid.startswith(WHOLE_RUNS) else nodeid.partition("::")[0]
+    return scheduler
 
 
 def _ask_for_more_examples(item: pytest.Item) -> None:
