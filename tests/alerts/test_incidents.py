@@ -488,3 +488,12 @@ def test_what_is_forgotten_is_never_due() -> None:
     assert one.due_ns() is not None
     fed(one, found("process.killed", 1, 20.0, id="x", epoch=Epoch(1 << 32)), Tick(seen_ns=at(21.0)))
     assert one.due_ns() is None
+
+
+def test_a_channel_that_keeps_a_state_can_ask_what_it_has_heard_of_and_is_open() -> None:
+    said = machine()
+    (opened,) = incidents(fed(said, DEATH))
+    assert said.told("jsonl") == [opened]
+    assert said.told("pager") == []
+    fed(said, revised(DEATH, 30.0, status="cleared"))
+    assert said.told("jsonl") == []

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.fakes.web import Web, serving
 
+from trainwarden.alerts.notify.alertmanager import Alertmanager, AlertmanagerConfig
 from trainwarden.alerts.notify.jsonl import JsonLines, in_json
 from trainwarden.alerts.notify.terminal import ErrorConsole, Terminal, in_words
 from trainwarden.core.errors import DeliveryError
@@ -68,14 +70,40 @@ class Channel:
         return self.delivered().splitlines()
 
 
-@pytest.fixture(params=["terminal", "jsonl"])
-def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Channel:
+@pytest.fixture(params=["terminal", "jsonl", "alertmanager"])
+def channel(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
     """Each registered notifier; a new one is added here and to app/wiring.py."""
-    if request.param == "terminal":
-        out = io.StringIO()
-        return Channel(lambda: Terminal(ErrorConsole(out)), out.getvalue)
-    path = tmp_path / "notices.jsonl"
-    return Channel(lambda: JsonLines(path), path.read_text)
+    match request.param:
+        case "terminal":
+            out = io.StringIO()
+            yield Channel(lambda: Terminal(ErrorConsole(out)), out.getvalue)
+        case "jsonl":
+            path = tmp_path / "notices.jsonl"
+            yield Channel(lambda: JsonLines(path), path.read_text)
+        case "alertmanager":
+            monkeypatch.setenv("no_proxy", "127.0.0.1")
+            with serving() as web:
+                yield from standing(web)
+
+
+def standing(web: Web) -> Iterator[Channel]:
+    """What stands in an Alertmanager after all posts: a line an alert, which it tells apart by their labels."""
+    made: list[Alertmanager] = []
+
+    def make() -> Notifier:
+        made.append(Alertmanager(AlertmanagerConfig(urls=(web.url,))))
+        made[-1].sync(())
+        return made[-1]
+
+    def delivered() -> str:
+        for one in made:
+            one.close()
+        alerts = [alert for asked in web.asked for alert in json.loads(asked.body)]
+        stand = {json.dumps(alert["labels"]): json.dumps(alert, ensure_ascii=False) for alert in alerts}
+        return "".join(f"{line}\n" for line in stand.values())
+
+    yield Channel(make, delivered)
+    delivered()
 
 
 def test_it_names_its_channel_and_gives_a_receipt(channel: Channel) -> None:

@@ -24,6 +24,7 @@ from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import (
     Event,
     Finding,
+    Incident,
     Instruction,
     Look,
     Outcome,
@@ -113,6 +114,10 @@ class Incidents:
         """When the next held-back notice may go out."""
         due = [self._teller.due_ns(case) for case in self._held.values()]
         return min((due_ns for due_ns in due if due_ns is not None), default=None)
+
+    def told(self, channel: str) -> Sequence[Incident]:
+        """Open incidents that a channel has heard of, as they stand: for channels that keep a state."""
+        return [case.shown for case in self._book if case.open and case.shown is not None and channel in case.channels]
 
     def snapshot(self) -> State:
         """Everything that decides what comes next, as JSON values."""

@@ -1,6 +1,6 @@
 """Which channels hear of an incident: a list a tier, in the order in which they are told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import Tier
@@ -47,6 +47,17 @@ class RoutesConfig:
         ('jsonl',)
         """
         return {Tier.CRITICAL: self.critical, Tier.ERROR: self.error, Tier.WARN: self.warn, Tier.INFO: self.info}[tier]
+
+    def also(self, channel: str) -> "RoutesConfig":
+        """The same if a tier names this channel; else it is told of WARN and above: it was configured to be used.
+
+        >>> RoutesConfig().also("webhook").error
+        ('terminal', 'jsonl', 'webhook')
+        """
+        if channel in self.everyone:
+            return self
+        add = (channel,)
+        return replace(self, critical=self.critical + add, error=self.error + add, warn=self.warn + add)
 
     @property
     def everyone(self) -> tuple[str, ...]:

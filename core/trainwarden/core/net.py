@@ -8,10 +8,12 @@ name scheme, host and port only, and the client's own log lines, which hold the 
 import asyncio
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from trainwarden.core.errors import DeliveryError
@@ -28,19 +30,22 @@ _AGAIN = frozenset({408, 425, 429})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a peer answered when it took the request (status 2xx)."""
+    """What a peer answered when it took the request (status 2xx, or one that the caller wants to read)."""
 
     status: int
     body: bytes
 
 
-def post_json(url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> Reply:
-    """POST a JSON document; the answer if it was taken. Raises DeliveryError that says whether again can help."""
+def post_json(url: str, body: bytes, headers: Mapping[str, str], deadline_s: float, also: Container[int] = ()) -> Reply:
+    """POST a JSON document; the answer if it was taken. Raises DeliveryError that says whether again can help.
+
+    also: statuses beside 2xx whose answer is wanted too.
+    """
     import httpx  # 0.2 s and 15 MB: only for those who send something
 
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    place = _place(url)
+    place = place_of(url)
     try:
         status, retry_after, answer = _run(url, body, {"Content-Type": "application/json", **headers}, deadline_s)
     except (TimeoutError, httpx.TimeoutException):
@@ -49,7 +54,7 @@ def post_json(url: str, body: bytes, headers: Mapping[str, str], deadline_s: flo
         raise DeliveryError(f"{place}: not a request that can be sent", retryable=False) from None
     except (httpx.HTTPError, OSError) as error:
         raise DeliveryError(f"{place}: {str(error) or type(error).__name__}", retryable=True) from None
-    if not 200 <= status < 300:
+    if not 200 <= status < 300 and status not in also:
         retryable = status in _AGAIN or status >= 500
         wait_s = retry_after_s(retry_after, time.time()) if retryable else 0.0
         raise DeliveryError(f"{place}: answered {status}", retryable=retryable, retry_after_s=wait_s)
@@ -91,10 +96,25 @@ async def _post(url: str, body: bytes, headers: Mapping[str, str], deadline_s: f
         return reply.status_code, reply.headers.get("Retry-After"), answer[:BODY_MAX_BYTES]
 
 
-def _place(url: str) -> str:
+def value_at(where: str) -> str:
+    """A value that may stand elsewhere: `env:NAME`, `file:/PATH`, else itself. Raises DeliveryError that names the
+    place, never the value."""
+    kind, _, place = where.partition(":")
+    if kind not in ("env", "file"):
+        return where
+    try:
+        value = os.environ.get(place, "") if kind == "env" else Path(place).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DeliveryError(f"{where}: cannot be read: {type(error).__name__}", retryable=True) from None
+    if not value:
+        raise DeliveryError(f"{where}: is empty", retryable=True)
+    return value
+
+
+def place_of(url: str) -> str:
     """Who is talked to, without what a secret URL must not show. Raises DeliveryError.
 
-    >>> _place("https://user:word@hooks.example.org:8443/services/T0/secret?token=1")
+    >>> place_of("https://user:word@hooks.example.org:8443/services/T0/secret?token=1")
     'https://hooks.example.org:8443'
     """
     try:

@@ -13,16 +13,14 @@ run), and are never logged.
 import hashlib
 import hmac
 import json
-import os
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 
 from trainwarden.alerts.notify.jsonl import in_json
 from trainwarden.core.clock import Clock, unix_ns
 from trainwarden.core.errors import ConfigError, DeliveryError
 from trainwarden.core.model import Notice
-from trainwarden.core.net import post_json
+from trainwarden.core.net import post_json, value_at
 from trainwarden.core.version import __version__
 
 
@@ -57,7 +55,7 @@ class Webhook:
         self._config, self._clock = config, clock
         for key, where in (("url", config.url), ("secret", config.secret)):
             try:
-                _read(where)
+                value_at(where)
             except DeliveryError as error:
                 raise ConfigError(f"alerts.webhook.{key}: {error}") from None
 
@@ -70,9 +68,9 @@ class Webhook:
             "Idempotency-Key": json.dumps(notice.key)[1:-1],  # ASCII, without line ends
             "X-Trainwarden-Timestamp": seconds,
         }
-        if secret := _read(self._config.secret):
+        if secret := value_at(self._config.secret):
             headers["X-Trainwarden-Signature"] = signature(secret, seconds, body)
-        reply = post_json(_read(self._config.url), body, headers, self._config.deadline.total_seconds())
+        reply = post_json(value_at(self._config.url), body, headers, self._config.deadline.total_seconds())
         return f"webhook: {notice.key}: answered {reply.status}"
 
 
@@ -83,17 +81,3 @@ def signature(secret: str, seconds: str, body: bytes) -> str:
     'sha256=7314351dd949aa7e'
     """
     return "sha256=" + hmac.new(secret.encode(), f"{seconds}.".encode() + body, hashlib.sha256).hexdigest()
-
-
-def _read(where: str) -> str:
-    """A value that may stand elsewhere. Raises DeliveryError that names the place, never the value."""
-    kind, _, place = where.partition(":")
-    if kind not in ("env", "file"):
-        return where
-    try:
-        value = os.environ.get(place, "") if kind == "env" else Path(place).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DeliveryError(f"{where}: cannot be read: {type(error).__name__}", retryable=True) from None
-    if not value:
-        raise DeliveryError(f"{where}: is empty", retryable=True)
-    return value
