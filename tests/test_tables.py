@@ -1,21 +1,26 @@
-"""The tables that join the components fit together: every kind of finding has one tier, an action, and a page."""
+"""The tables that join the components fit together: every kind of finding has one tier, an action, and a page; every
+alert rule has a page and somebody who is told."""
 
 import re
 from collections import Counter
 from importlib.resources import files
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import yaml
 
+from trainwarden.alerts.notify.alertmanager import SEVERITIES
+from trainwarden.alerts.rules import Rule, load_rules
 from trainwarden.alerts.tiers import standard_tiers
 from trainwarden.core.kinds import KINDS, Kind
 from trainwarden.core.model import Tier
 
-RUNBOOKS = Path(__file__).resolve().parent.parent / "docs" / "runbooks"
+ROOT = Path(__file__).resolve().parent.parent
+RUNBOOKS = ROOT / "docs" / "runbooks"
 FINDINGS = tuple(kind for kind in KINDS.values() if kind.of == "finding")
 EVENTS = tuple(kind for kind in KINDS.values() if kind.of == "event")
-OUR_OWN = {"journal-unwritable"}
-"""Pages of incidents that no finding makes."""
+ALERTS = load_rules()
 
 
 def page(kind: Kind) -> Path:
@@ -44,9 +49,28 @@ def test_a_finding_has_a_page_that_names_it(kind: Kind) -> None:
     assert kind.name in page(kind).read_text(encoding="utf-8")
 
 
-def test_every_page_belongs_to_a_finding() -> None:
-    orphans = {path.stem for path in RUNBOOKS.glob("*.md")} - {kind.runbook for kind in FINDINGS} - OUR_OWN
-    assert orphans <= {"README", "index"}
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: f"{rule.name}-{rule.severity}")
+def test_an_alert_has_a_page_that_names_it(rule: Rule) -> None:
+    found = ROOT / rule.runbook
+    assert found.parent == RUNBOOKS
+    assert found.is_file(), f"write {rule.runbook}"
+    assert rule.name in found.read_text(encoding="utf-8")
+
+
+def test_every_page_belongs_to_a_finding_or_an_alert() -> None:
+    wanted = {kind.runbook for kind in FINDINGS} | {Path(rule.runbook).stem for rule in ALERTS}
+    assert {path.stem for path in RUNBOOKS.glob("*.md")} - wanted <= {"README", "index"}
+
+
+def test_every_severity_has_a_route_of_its_own() -> None:
+    """What no route names would go to the pager: loud, and a sign that the two have parted."""
+    config = yaml.safe_load((ROOT / "deploy" / "alertmanager" / "alertmanager.yml").read_text(encoding="utf-8"))
+    matchers = [matcher for route in config["route"]["routes"] for matcher in route["matchers"]]
+    routed = {
+        word for matcher in matchers if "severity" in matcher for word in re.findall(r"\w+", matcher.partition("=")[2])
+    }
+    assert {rule.severity for rule in ALERTS} <= routed
+    assert set(SEVERITIES.values()) <= routed
 
 
 def test_an_event_has_neither_tier_nor_page() -> None:
@@ -56,3 +80,12 @@ def test_an_event_has_neither_tier_nor_page() -> None:
 def test_names_are_words_and_a_finding_has_no_data() -> None:
     assert [name for name in KINDS if not re.fullmatch(r"[a-z_]+(\.[a-z_]+)?", name)] == []
     assert [kind.name for kind in FINDINGS if kind.data] == [], "their facts are evidence"
+
+
+def test_the_page_of_metrics_says_what_the_table_says() -> None:
+    spec = spec_from_file_location("metrics_page", ROOT / ".ci" / "metrics.py")
+    assert spec is not None
+    assert spec.loader is not None
+    writer = module_from_spec(spec)
+    spec.loader.exec_module(writer)
+    assert writer.PAGE.read_text(encoding="utf-8") == writer.page(), "make docs"
