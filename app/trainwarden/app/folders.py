@@ -5,6 +5,11 @@ rings, hello      links to the tmpfs
 frames/           the recording
 journal.sqlite    decisions, and who owns the job
 notices.jsonl     what was said
+story.jsonl       what was decided: revisions of incidents, plans, outcomes
+metrics.json      counters, for the next supervisor
+report.html       made by `trainwarden report`
+
+Beside the jobs: STATE/_targets/<job>.json, where the metrics of each are.
 """
 
 import json

@@ -6,8 +6,10 @@ is said once and not asked again; what is published is read back, and marked goo
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainwarden.core.clock import unix_ns
 from trainwarden.core.errors import DataError, FencedError
 from trainwarden.core.model import Epoch, JobId, Json, StepMatrix
 from trainwarden.core.records import attempt_of
@@ -19,6 +21,23 @@ VALUES_KEPT = 64
 """Steps whose values are remembered: as many as may be open at once (StepsConfig.window)."""
 KEEP_LAST = 3
 """Checkpoints kept beside the pinned one and the one in use: two may turn out bad."""
+TIMES_KEPT = 9
+"""Eight intervals tell how far apart checkpoints are; an outage does not move their median."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """What became of checkpoints, as of the newest look; replaced as a whole, so that any thread may read it."""
+
+    pending: int | None = None
+    """Stages of the running attempt that are neither published nor refused; None: not looked yet."""
+    published: int = 0
+    refused: int = 0
+    """Since we began."""
+    last_step: int | None = None
+    """Step of the newest published one; None: there is none, or not looked yet."""
+    times_ns: tuple[int, ...] = ()
+    """When the newest published ones were written, by their manifests, oldest first."""
 
 
 class Publisher:
@@ -32,6 +51,7 @@ class Publisher:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainwarden-publish")
         self._work: Future[list[str]] | None = None
         self._next_ns = 0
+        self.saves = Saves()
         self.in_use: str | None = None
         """Name of the checkpoint that the running attempt started from."""
 
@@ -71,9 +91,15 @@ class Publisher:
         words: list[str] = []
         store = DcpStore(self._root, self._job)
         try:
-            for epoch, step in staged(self._root, attempt):
+            if self.saves.pending is None:
+                past = sorted(store.catalogue(self._job), key=lambda one: one.t_ns)[-TIMES_KEPT:]
+                times_ns = tuple(one.t_ns for one in past)
+                self.saves = replace(self.saves, last_step=past[-1].step if past else None, times_ns=times_ns)
+            stages = staged(self._root, attempt)
+            for epoch, step in stages:
                 if (epoch, step) not in self._done:
                     words += self._one(store, epoch, step, world_size, topology, values.get((int(epoch), step)))
+            self.saves = replace(self.saves, pending=sum(stage not in self._done for stage in stages))
             if words:
                 store.prune(KEEP_LAST, [self.in_use] if self.in_use else [], self._check)
         except (FencedError, OSError, DataError) as error:
@@ -104,6 +130,12 @@ class Publisher:
             return []
         self._done.add((epoch, step))
         if done.result == "refused":
+            self.saves = replace(self.saves, refused=self.saves.refused + 1)
             return [f"checkpoint {done.name} is not published: {done.reason}"]
-        store.judge(done.name)
-        return [f"checkpoint {done.name} is published"] if done.result == "published" else []
+        written = store.judge(done.name).checkpoint
+        if done.result != "published":
+            return []
+        t_ns = unix_ns() if written is None else written.t_ns
+        times_ns = (*self.saves.times_ns, t_ns)[-TIMES_KEPT:]
+        self.saves = replace(self.saves, published=self.saves.published + 1, last_step=step, times_ns=times_ns)
+        return [f"checkpoint {done.name} is published"]

@@ -71,6 +71,8 @@ class Repair:
         say: Callable[[str], None],
     ) -> None:
         self.seen, self.announcements = seen, Announcements()
+        self.recovered: Callable[[Mapping[str, float]], None] | None = None
+        """Told where the time of a verified recovery went."""
         self._folder, self._term = folder, term
         self._store = Store(folder.path / "journal.sqlite")
         self.root = folder.path / "checkpoints"
@@ -194,6 +196,8 @@ class Repair:
                     normal_ns=normal if isinstance(normal, int) else None,
                 )
                 spent = lost_s(instants)
+                if self.recovered is not None:
+                    self.recovered(spent)
                 self._say(f"recovered; lost {', '.join(f'{phase} {s:.1f} s' for phase, s in spent.items())}")
                 folder = self._folder.path / "evidence" / plan.incident.replace("/", "_")
                 folder.mkdir(parents=True, exist_ok=True)

@@ -14,16 +14,20 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from trainwarden.app.agent import Agent
 from trainwarden.app.attempts import Attempts, Told
 from trainwarden.app.commands import Commands
+from trainwarden.app.endpoint import open_endpoint
 from trainwarden.app.folders import AttemptFolder, JobFolder
 from trainwarden.app.launch import check_command, check_restarts, warnings
+from trainwarden.app.outlets import Outlets
 from trainwarden.app.repair import Repair, Seen
 from trainwarden.app.server import Server
 from trainwarden.app.store import Store
+from trainwarden.app.tries import Counted
 from trainwarden.app.watched import Watched
 from trainwarden.app.wiring import Settings, acts, build_server, carried_notifiers, choose_policy
 from trainwarden.collectors.processes import Processes
@@ -32,7 +36,7 @@ from trainwarden.collectors.stacks import Stacks
 from trainwarden.core.clock import Clock, unix_ns
 from trainwarden.core.emit import Emitter
 from trainwarden.core.errors import StoreError
-from trainwarden.core.model import Epoch, JobId, Json, Subject
+from trainwarden.core.model import Epoch, JobId, Json, StepMatrix, Subject
 from trainwarden.core.ports import Notifier
 from trainwarden.core.process import ProcessId, identify, send
 from trainwarden.core.records import epoch_of
@@ -90,6 +94,7 @@ class Supervisor:
             check_restarts(self.request.command)
         for warning in warnings(self.request.command):
             self._say(f"warning: {warning}")
+        self._outlets = Outlets(self.request.settings, self.request.job, self._say, self._clock)
         now_ns = self._clock()
         self.folder = JobFolder.make(self.request.state, self.request.job)
         self._store = Store(self.folder.path / "journal.sqlite")
@@ -110,6 +115,7 @@ class Supervisor:
         self._watched = self._watch(attempt, now_ns, show_from="end" if attached else "begin")
         self._wire(now_ns, attached=attached)
         self.server.resume()
+        self._outlets.begin(self.server.parts.incidents.told)
         self._say_started("take-over" if attached else "run")
         mode = "repairs as its policy says" if acts(self.request.policy) else "observe only"
         self._say(
@@ -138,6 +144,9 @@ class Supervisor:
             self.repair.carrier.resume()
         self._watched.show()
         self._mind_silence(now_ns)
+        self._outlets.turned()
+        if self._endpoint is not None:
+            self._endpoint.turned(self.server, self.repair, now_ns, self._clock())
         return not self._over(now_ns)
 
     def ask(self, number: signal.Signals) -> None:
@@ -152,22 +161,24 @@ class Supervisor:
 
     def finish(self) -> int:
         """Write the end down and let the job go; the launcher's exit status as a shell shows it (1 if unseen)."""
-        self._say_ended()
-        self.server.finish()
-        self.repair.close()
-        self._agent.close()
-        self._rings.close()
-        self._attempts.forget_rings(self._watched.attempt)
-        self._pool.shutdown(wait=True)
-        self._store.release(self.request.job, self.term)
-        self._store.close()
+        try:
+            self._say_ended()
+            self.server.finish()
+            self._shut()
+            self._rings.close()
+            self._attempts.forget_rings(self._watched.attempt)
+            self._pool.shutdown(wait=True)
+            self._store.release(self.request.job, self.term)
+            self._store.close()
+        finally:  # last: a receiver that hangs must not keep the job from its next owner
+            self._outlets.close(self.server.story)
         self._say_end()
         return 1 if self._watched.code is None else self._watched.code
 
     def abandon(self) -> None:
         """The job is not ours any more, or we cannot go on: leave everything to the next owner."""
-        self.repair.close()
-        self._agent.close()
+        self._outlets.close(None)
+        self._shut()
 
     @property
     def ranks(self) -> dict[int, ProcessId]:
@@ -198,8 +209,10 @@ class Supervisor:
             policy=self.request.policy,
             look=self._agent.look,
             terminal=self.request.terminal,
+            also=self._outlets.notifiers,
         )
-        notifiers = carried_notifiers(self.request.settings, self.folder.path)
+        plain = carried_notifiers(self.request.settings, self.folder.path)
+        notifiers = {channel: Counted(notifier, self.server.tries) for channel, notifier in plain.items()}
         self.repair = Repair(
             folder=self.folder,
             term=self.term,
@@ -214,9 +227,41 @@ class Supervisor:
         )
         if "webhook" in notifiers:
             self.server.notifiers["webhook"] = self.repair.carrier.notifier("webhook")
+            self.server.carried = frozenset({"webhook"})
         self.repair.seen.incidents = self.server.incidents
         self.server.line.on_step = self.repair.note
         self.server.start, self.server.tell = self.repair.start, self.repair.carrier.tell
+        self.server.on_news = partial(self._outlets.trace, evidence=self.folder.path / "evidence")
+        self._show((self._watched.processes.name, commands.name))
+
+    def _show(self, sources: tuple[str, ...]) -> None:
+        """Let the metrics hear of everything, if they are wanted."""
+        settings = self.request.settings
+        self._endpoint = open_endpoint(
+            settings.metrics,
+            self.folder,
+            started_ns=self._watched.started_ns,
+            fresh=max(settings.hang.fresh, 3 * settings.run.poll),
+            sources=sources,
+            peers=self._outlets.peers_up,
+            say=self._say,
+        )
+        if self._endpoint is None:
+            return
+        metrics = self.server.metrics = self._endpoint.metrics
+        self.repair.recovered = metrics.recovered
+
+        def note(matrix: StepMatrix) -> None:
+            self.repair.note(matrix)
+            metrics.step(matrix)
+
+        self.server.line.on_step = note
+
+    def _shut(self) -> None:
+        self.repair.close()
+        self._agent.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def _poll(self, now_ns: int) -> None:
         items = self._agent.poll(now_ns)
@@ -302,5 +347,6 @@ class Supervisor:
             )
         status = "not seen by anybody" if watched.code is None else str(watched.code)
         self._say(
-            f"job {self.request.job}, attempt {watched.attempt.number} ended; exit status of the launcher: {status}"
+            f"job {self.request.job}, attempt {watched.attempt.number} ended; exit status of the launcher: {status}; "
+            f"what happened: trainwarden report {self.folder.path}"
         )

@@ -7,12 +7,17 @@ engine (journal first); each instruction is carried out. A notifier that fails i
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from trainwarden.alerts.incidents import Incidents
 from trainwarden.alerts.notify.jsonl import JsonLines
 from trainwarden.app.engine import Engine
 from trainwarden.app.line import Line
 from trainwarden.app.store import Store
+from trainwarden.app.story import IncidentStory, Story, Told
+from trainwarden.app.tries import Counted, Tries
+from trainwarden.core.clock import unix_ns
 from trainwarden.core.errors import DeliveryError, StoreError
 from trainwarden.core.model import (
     Event,
@@ -30,6 +35,12 @@ from trainwarden.core.model import (
 )
 from trainwarden.core.ports import Notifier
 from trainwarden.core.recording import Recorder
+from trainwarden.core.steps import StepAssembler
+from trainwarden.detectors.straggler import Straggler
+from trainwarden.remediation.repairs import Repairs
+
+if TYPE_CHECKING:
+    from trainwarden.app.metrics import JobMetrics
 
 UNDELIVERED_MAX = 1000
 """Notices kept for another try; beyond that the oldest are dropped and counted."""
@@ -45,6 +56,17 @@ _NOT_JOURNALLED = frozenset({"mark.note", "telemetry.lost"})
 """Events that no machine decides on and that can come in any number; the recording has them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What works inside a server and can tell of itself."""
+
+    incidents: Incidents
+    assembler: StepAssembler
+    straggler: Straggler
+    repairs: Repairs
+    recorder: Recorder
+
+
 class Server:
     """One job's line, engine, recorder and notifiers."""
 
@@ -53,22 +75,30 @@ class Server:
         *,
         line: Line,
         engine: Engine,
-        recorder: Recorder,
+        parts: Parts,
         notifiers: Mapping[str, Notifier],
         look: Callable[[Look], None],
         store: Store,
+        story: Story,
     ) -> None:
-        self.line, self.engine = line, engine
-        self._recorder, self._look, self._store = recorder, look, store
+        self.line, self.engine, self.parts, self.story = line, engine, parts, story
+        self._recorder, self._look, self._store = parts.recorder, look, store
         self.notifiers = dict(notifiers)
         """By channel."""
-        self.incidents: dict[str, Incident] = {}
-        """The newest revision of each incident."""
+        self.tries = Tries()
+        self.carried: frozenset[str] = frozenset()
+        """Channels whose notices somebody else carries from here: how that ends is counted there."""
+        self.incidents: dict[str, Incident] = dict(story.open)
+        """The newest revision of each incident that was not over when we began."""
         self.plans: dict[str, Plan] = {}
         """Those under way."""
         self.start: Callable[[Plan], None] | None = None
         self.tell: Callable[[Tell], None] | None = None
         """What carries plans out, and lets them hear something; None: nothing does."""
+        self.metrics: JobMetrics | None = None
+        """Told of everything; None: nobody wants to see it."""
+        self.on_news: Callable[[IncidentStory], None] | None = None
+        """Told when something has become of an incident."""
         self.undelivered: deque[Notice] = deque(maxlen=UNDELIVERED_MAX)
         self._retry_ns = self._save_ns = 0
 
@@ -78,6 +108,8 @@ class Server:
             stamped = replace(item, seen_ns=now_ns)
             self._recorder.write(stamped)
             self._decide(self.line.feed(stamped))
+            if self.metrics is not None:
+                self.metrics.take(stamped)
             if isinstance(stamped, Tick) or (isinstance(stamped, Event) and stamped.kind not in _NOT_JOURNALLED):
                 self._carry_out(self.engine.handle(stamped))
 
@@ -95,6 +127,7 @@ class Server:
     def take(self, outcomes: Iterable[Outcome]) -> None:
         """How rungs and plans ended; each may come again."""
         for outcome in outcomes:
+            self._note(outcome)
             self._carry_out(self.engine.handle(outcome))
             if outcome.index == -1:
                 self.plans.pop(outcome.plan, None)
@@ -135,6 +168,7 @@ class Server:
         for instruction in instructions:
             match instruction:
                 case Incident():
+                    self._note(instruction)
                     self.incidents[instruction.id] = instruction
                 case Notice():
                     self._notify(instruction)
@@ -143,17 +177,36 @@ class Server:
                 case Start():
                     if self.start is not None:
                         self.plans[instruction.plan.id] = instruction.plan
+                        self._note(instruction)
                         self.start(instruction.plan)
                 case Tell():
                     if self.tell is not None:
+                        self._note(instruction)
                         self.tell(instruction)
+
+    def _note(self, thing: Told) -> None:
+        """Into the story, and news to the metrics."""
+        known = isinstance(thing, Incident) and thing.id in self.story.incidents
+        if not self.story.note(thing, unix_ns()):
+            return
+        if self.on_news is not None and (about := self.story.about(thing)) is not None:
+            self.on_news(about)
+        if self.metrics is None:
+            return
+        match thing:
+            case Incident() if not known:
+                self.metrics.opened(thing)
+            case Start():
+                self.metrics.started(thing.plan)
+            case Outcome(index=-1) if (told := self.story.plan(thing.plan)) is not None:
+                self.metrics.ended(told.plan, thing)
 
     def _notify(self, notice: Notice) -> None:
         notifier = self.notifiers.get(notice.channel)
         if notifier is None:
             return
         try:
-            notifier.notify(notice)
+            (notifier if notice.channel in self.carried else Counted(notifier, self.tries)).notify(notice)
         except DeliveryError as error:
             if error.retryable:
                 self.undelivered.append(notice)

@@ -1,19 +1,25 @@
 """What is built in, listed explicitly, and how it is put together from the settings file."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from trainwarden.alerts.incidents import Incidents, IncidentsConfig
+from trainwarden.alerts.notify.alertmanager import Alertmanager, AlertmanagerConfig
 from trainwarden.alerts.notify.jsonl import JsonLines
 from trainwarden.alerts.notify.terminal import Terminal
 from trainwarden.alerts.notify.webhook import Webhook, WebhookConfig
+from trainwarden.alerts.routes import RoutesConfig
+from trainwarden.app.endpoint import MetricsConfig
 from trainwarden.app.engine import DurableMachine, Engine
 from trainwarden.app.line import Line, LineDetector
-from trainwarden.app.server import Server
+from trainwarden.app.server import Parts, Server
 from trainwarden.app.store import Fence, Store
+from trainwarden.app.story import Story
+from trainwarden.app.traces import TracesConfig
 from trainwarden.core.config import load
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import JobId, Look
@@ -60,6 +66,9 @@ class Settings:
     non_finite: NonFiniteConfig = field(default_factory=NonFiniteConfig)
     incidents: IncidentsConfig = field(default_factory=IncidentsConfig)
     webhook: WebhookConfig = field(default_factory=WebhookConfig)
+    alertmanager: AlertmanagerConfig = field(default_factory=AlertmanagerConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
 
 
 SECTIONS: Mapping[str, tuple[str, type[object]]] = {
@@ -71,6 +80,9 @@ SECTIONS: Mapping[str, tuple[str, type[object]]] = {
     "detectors.non_finite": ("non_finite", NonFiniteConfig),
     "alerts.incidents": ("incidents", IncidentsConfig),
     "alerts.webhook": ("webhook", WebhookConfig),
+    "alerts.alertmanager": ("alertmanager", AlertmanagerConfig),
+    "metrics": ("metrics", MetricsConfig),
+    "traces": ("traces", TracesConfig),
 }
 """Section of the file -> field of Settings and its type."""
 
@@ -109,21 +121,46 @@ def build_server(
     policy: Policy,
     look: Callable[[Look], None],
     terminal: Notifier | None = None,
+    also: Mapping[str, Notifier] | None = None,
 ) -> Server:
-    """The in-process server of one job; `terminal` takes the place of the built-in one."""
+    """The in-process server of one job; `terminal` takes the place of the built-in one, `also` are further channels."""
     notifiers: Mapping[str, Notifier] = {
         "terminal": terminal or Terminal(),
         "jsonl": JsonLines(folder / "notices.jsonl"),
+        **(also or {}),
     }
-    machines: dict[str, DurableMachine] = {"incidents": Incidents(settings.incidents), "repairs": Repairs(policy, job)}
-    return Server(
-        line=build_line(settings, job),
-        engine=Engine(store, machines, channels=tuple(notifiers), fence=fence),
+    assembler, watching = StepAssembler(job, settings.steps), detectors(settings)
+    repairs = Repairs(policy, job)
+    incidents = Incidents(replace(settings.incidents, routes=routes(settings)))
+    machines: dict[str, DurableMachine] = {"incidents": incidents, "repairs": repairs}
+    parts = Parts(
+        incidents=incidents,
+        assembler=assembler,
+        straggler=next(one for one in watching if isinstance(one, Straggler)),
+        repairs=repairs,
         recorder=Recorder(folder / "frames", max_bytes=settings.run.recording_max_bytes),
+    )
+    decisions = folder / "story.jsonl"
+    with suppress(OSError):  # that it is there says that decisions are kept, also where there were none
+        decisions.touch(mode=0o600)
+    return Server(
+        line=Line(assembler, watching),
+        engine=Engine(store, machines, channels=tuple(notifiers), fence=fence),
+        parts=parts,
         notifiers=notifiers,
         look=look,
         store=store,
+        story=Story(decisions),
     )
+
+
+def routes(settings: Settings) -> RoutesConfig:
+    """Who is told of what: a channel that is configured and that no route names is told of WARN and above."""
+    chosen = settings.incidents.routes
+    configured = {Webhook.channel: settings.webhook.url, Alertmanager.channel: settings.alertmanager.urls}
+    for channel, where in configured.items():
+        chosen = chosen.also(channel) if where else chosen
+    return chosen
 
 
 def carried_notifiers(settings: Settings, folder: Path) -> Mapping[str, Notifier]:

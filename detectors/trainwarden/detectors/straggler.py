@@ -68,6 +68,20 @@ class StragglerConfig:
             raise ConfigError(f"detectors.straggler.healthy: need 1 < healthy <= slow, got {self.healthy}, {self.slow}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OwnWorkSeen:
+    """Own work as it was when a window was last looked at: for those who show it."""
+
+    ratio_R: Floats
+    """Over that of the peers, median of the window; NaN: cannot be told."""
+
+    device_R: tuple[str, ...]
+    """As Topology.device_R."""
+
+    blind: bool
+    """Whether that of some ranks could not be told (blind_reason says why)."""
+
+
 class Straggler:
     """One finding rank.slow for each slow device."""
 
@@ -86,6 +100,8 @@ class Straggler:
         self._began_ns_R: NDArray[np.int64] = np.zeros(0, np.int64)
         self._cases: dict[int, Finding] = {}  # by rank
         self._steps_of_epoch = self._found = 0
+        self.own_work: OwnWorkSeen | None = None
+        """None: no window of this numbering of the ranks was looked at. Replaced as a whole."""
 
     @property
     def blind_reason(self) -> str | None:
@@ -130,7 +146,7 @@ class Straggler:
         if topology is old or (old is not None and old.epoch == topology.epoch and old.device_R == topology.device_R):
             return []
         self._now.meet(topology.job, topology.epoch)
-        self._steps_of_epoch = 0
+        self._steps_of_epoch, self.own_work = 0, None
         row_R = carried(old, topology) if old is not None else np.full(len(topology.device_R), -1, np.int32)
         self._work.adopt(topology, row_R)
         self._work.tell_blind(self._told_blind)
@@ -154,7 +170,11 @@ class Straggler:
     # what it means
 
     def _judge(self, matrix: StepMatrix) -> list[Finding]:
-        self._streak.update(self._work.ratio_R())
+        ratio_R = self._work.ratio_R()
+        self.own_work = OwnWorkSeen(
+            ratio_R=ratio_R, device_R=matrix.topology.device_R, blind=self.blind_reason is not None
+        )
+        self._streak.update(ratio_R)
         slow = np.flatnonzero(self._streak.high_R > 0).tolist()
         ranks = sorted({*slow, *self._cases})
         window = self._work.window() if ranks else None

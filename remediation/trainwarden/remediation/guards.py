@@ -21,6 +21,9 @@ UNTIL_REVISED: Final = frozenset({"evidence", "spare"})
 UNTIL_RESUMED: Final = frozenset({"stop_all", "breaker", "budget", "rule_budget", "cool_down"})
 """Guards that a person takes away by resuming."""
 
+GUARDS: Final = UNTIL_RESUMED | UNTIL_REVISED
+"""All there are."""
+
 
 class Guards:
     """The guards of one job."""

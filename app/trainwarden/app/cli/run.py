@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -26,6 +27,7 @@ def run(
     config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
     state: Annotated[Path | None, typer.Option(help="Folder for what is kept; on a local disk.")] = None,
     policy: Annotated[str | None, typer.Option(help="YAML file: what may be done; none: observe only.")] = None,
+    metrics: Annotated[str | None, typer.Option(help="HOST:PORT for Prometheus; port 0: any free one.")] = None,
 ) -> None:
     """Start COMMAND and watch it: say what is wrong, where and why. The training goes on if this command ends.
 
@@ -34,6 +36,8 @@ def run(
     """
     check_command(command)
     settings = load_settings(config)
+    if metrics is not None:
+        settings = replace(settings, metrics=replace(settings.metrics, listen=metrics))
     folder = state_folder(state)
     request = Request(
         job=choose_job(job, command, folder),
