@@ -5,22 +5,31 @@ no reader meets half a file; pages carry checksums. The oldest files go when the
 is a help and never a duty: what cannot be written is counted and dropped, the caller goes on.
 
 Columns: seen_ns; kind ("frame/step", "event/xid", "tick" ...: to filter by); body (core/codec.py).
+
+The closed steps of a recording (core/steps.py makes them of its frames) can be had as a table: `step_table`.
 """
 
 import re
+from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from trainwarden.core.codec import dumps, frame_from_bytes, frame_to_bytes, loads
 from trainwarden.core.errors import DataError
 from trainwarden.core.fromjson import INT64
-from trainwarden.core.model import Event, Frame, Tick
+from trainwarden.core.model import Event, Frame, StepMatrix, Tick
+from trainwarden.core.records import FEATURES
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Item: TypeAlias = Frame | Event | Tick
 
@@ -31,6 +40,8 @@ _SCHEMA: Final = pa.schema([("seen_ns", pa.int64()), ("kind", pa.string()), ("bo
 _NAME: Final = re.compile(r"(\d{8,})\.parquet")
 _FAILURES: Final = (OSError, pa.ArrowException)
 _SECOND_NS: Final = 1_000_000_000
+_TIMES: Final = [row for row, name in enumerate(FEATURES) if name.endswith("_s")]
+_TOKENS: Final = FEATURES.index("tokens")
 
 
 class Recorder:
@@ -158,6 +169,41 @@ class Recording:
                     yield _decoded(kind, body)
                 except DataError as error:
                     self.refused.append(DataError(f"{path}: row {row}: {error}"))
+
+
+def step_table(steps: Iterable[StepMatrix], *, by_rank: bool = False) -> "pd.DataFrame":
+    """Closed steps in the order in which they closed; needs pandas (extra `dashboards`). 180 bytes a row.
+
+    A row a step: epoch, step, batch, seen_ns, partial, flags (those of all ranks together) and FEATURES: times of the
+    slowest rank, tokens of all ranks, anything else as the lowest rank tells it; NaN: no rank does.
+    by_rank: a row a step and rank that was seen, with its own values (for small runs: so many times the rows).
+    """
+    import pandas as pd
+
+    names = ["epoch", "step", "batch", "seen_ns", "partial", "flags", "rank"][: 7 if by_rank else 6]
+    keys, values = array("q"), array("d")
+    for matrix in steps:
+        told = matrix.topology.epoch, matrix.step, matrix.batch, matrix.seen_ns, matrix.partial
+        if by_rank:
+            for rank in np.flatnonzero(matrix.seen_R).tolist():
+                keys.extend((*told, int(matrix.flags_R[rank]), rank))
+                values.extend(matrix.values_FR[:, rank])
+        else:
+            keys.extend((*told, int(np.bitwise_or.reduce(matrix.flags_R))))
+            values.extend(_over_ranks(matrix.values_FR))
+    table = pd.DataFrame(np.frombuffer(keys, np.int64).reshape(-1, len(names)), columns=names)
+    numbers = np.frombuffer(values, np.float64).reshape(-1, len(FEATURES))
+    return table.astype({"partial": bool}).join(pd.DataFrame(numbers, columns=list(FEATURES)))
+
+
+def _over_ranks(values_FR: NDArray[np.float32]) -> NDArray[np.float64]:
+    known_FR = ~np.isnan(values_FR)
+    lowest_F = known_FR.argmax(axis=1)[:, None]
+    value_F = np.take_along_axis(values_FR, lowest_F, axis=1)[:, 0].astype(np.float64)
+    value_F[_TIMES] = np.fmax.reduce(values_FR[_TIMES], axis=1)
+    if known_FR[_TOKENS].any():
+        value_F[_TOKENS] = np.nansum(values_FR[_TOKENS], dtype=np.float64)
+    return value_F
 
 
 def read(directory: Path) -> Iterator[Item]:

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from trainwarden.app.cli import approve, checkpoints, demo, run
+from trainwarden.app.cli import approve, checkpoints, dashboards, demo, report, run
 from trainwarden.core.errors import TrainwardenError
 
 _app = typer.Typer(
@@ -15,10 +15,12 @@ _app = typer.Typer(
 )
 _app.command("run")(run.run)
 _app.command("demo")(demo.demo)
+_app.command("report")(report.report)
 _app.command("approve")(approve.approve)
 _app.command("deny")(approve.deny)
 _app.command("stop-all")(approve.stop_all)
 _app.add_typer(checkpoints.checkpoints, name="checkpoints")
+_app.add_typer(dashboards.dashboards, name="dashboards")
 
 
 def run_commands() -> None:

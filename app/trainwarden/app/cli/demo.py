@@ -10,11 +10,12 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from trainwarden.app.cli.report import written
 from trainwarden.app.demo import RANKS, Result, cores, rehearse
 from trainwarden.app.run import Supervisor
 from trainwarden.app.verdicts import table
 from trainwarden.app.view import view
-from trainwarden.core.errors import ConfigError
+from trainwarden.core.errors import ConfigError, TrainwardenError
 from trainwarden.rehearsal.scenario import Scenario, built_in
 
 TABLE_WIDTH = 170
@@ -37,8 +38,18 @@ def demo(
         results = rehearse(scenarios, look, lambda result: console.print(_line(result)), policy)
     console.print(table(results))
     console.print(f"recordings, journals and notices: {results[0].folder.parent}")
+    for result in results:
+        console.print(f"report of {result.scenario.name}: {_report(result)}", soft_wrap=True)
     if not all(result.verdict.ok for result in results):
         sys.exit(1)
+
+
+def _report(result: Result) -> str:
+    """Where it is, or why there is none: a report is a help, the verdict stands without it."""
+    try:
+        return str(written(result.scenario.name, result.folder / "state"))
+    except TrainwardenError as error:
+        return str(error)
 
 
 def _chosen(names: Sequence[str], compared: bool) -> list[Scenario]:
