@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,18 @@ class Running:
     """One or more `trainwarden run` of one job, one after the other."""
 
     def __init__(
-        self, folder: Path, job: str, *command: str, config: str = "", policy: str = "", cli: str = CLI
+        self,
+        folder: Path,
+        job: str,
+        *command: str,
+        config: str = "",
+        policy: str = "",
+        cli: str = CLI,
+        more: Sequence[str] = (),
     ) -> None:
-        """config: settings. policy: the name of a shipped one, or rules; both as they would stand in a file."""
+        """config: settings. policy: the name of a shipped one, or rules; both as they would stand in a file. more:
+        options of `trainwarden run`."""
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.job, self._cli = folder, job, cli
         self.state = folder / "state"
         self.path = self.state / job
@@ -46,13 +55,13 @@ class Running:
             self._policy = str(folder / "policy.yaml")
         self._config = folder / "config.yaml"
         self._config.write_text(config or "{}\n")
-        self._command = command
+        self._command, self._more = command, tuple(more)
         self._supervisors: list[subprocess.Popen[bytes]] = []
         self.supervisor = self.start()
 
     def start(self) -> "subprocess.Popen[bytes]":
         """Start a (further) supervisor for the job."""
-        options = ["--job", self.job, "--state", str(self.state), "--config", str(self._config)]
+        options = ["--job", self.job, "--state", str(self.state), "--config", str(self._config), *self._more]
         options += ["--policy", self._policy] if self._policy else []
         self.out, self.err = self.folder / "stdout", self.folder / "stderr"
         env = dict(os.environ)  # not what a C library (readline) put into our environment behind Python's back

@@ -13,7 +13,7 @@ from tests.end_to_end import light
 from tests.end_to_end.running import CLI, TORCHRUN, TRAIN, Running
 
 from trainwarden.core.model import Event
-from trainwarden.core.process import alive
+from trainwarden.core.process import alive, read_stat
 from trainwarden.core.records import attempt_of
 from trainwarden.remediation.checkpoints.folder import order_of
 
@@ -50,6 +50,12 @@ def policy(mode: str = "act", *, plans: int = 3, failed: int = 2, approval: str 
 
 def kill_rank(running: Running, rank: int = 1, attempt: int = 1) -> None:
     os.kill(running.rank(rank, attempt).pid, signal.SIGKILL)
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, which takes it a moment."""
+    now = read_stat(pid)
+    return now is not None and now.state == "T"
 
 
 def last_words(running: Running, attempt: int) -> str:
@@ -180,12 +186,12 @@ def test_without_a_checkpoint_that_verifies_the_job_starts_from_the_beginning(st
     steps = 90
     running = start("corrupted", *LIGHT, "--steps", str(steps), "--every", "10", policy=policy())
     running.until("two checkpoints", lambda: len(running.published()) >= 2)
-    running.supervisor.send_signal(signal.SIGSTOP)  # so that none is published after ours are damaged
-    broken = running.published()
-    for name in broken:
-        shard = running.path / "checkpoints" / "published" / name / "__1_0.distcp"
-        shard.write_text(shard.read_text().replace("0x1", "0x2"))
+    running.supervisor.send_signal(signal.SIGSTOP)
+    running.until("a stopped supervisor", lambda: stopped(running.supervisor.pid))
     kill_rank(running)
+    broken = running.published()
+    for shard in (running.path / "checkpoints").rglob("__1_0.distcp"):  # what is staged would be published yet
+        shard.write_text(shard.read_text().replace("0x1", "0x2"))
     running.supervisor.send_signal(signal.SIGCONT)
     assert running.wait(60) == 0, running.story()
     assert running.told(2)["checkpoint"] is None

@@ -55,11 +55,13 @@ def test_a_stopped_rank_then_a_killed_launcher(start: Callable[..., Running]) ->
     stopped_s = time.time()
     (notice,) = running.until("notice", lambda: running.notices("rank.hung", "opened"))
     assert time.time() - stopped_s < 4 + 2 + 2  # budget, the goal's 2 s, and what a loaded machine adds to both
-    assert notice["incident"]["culprit"] == "rank:1"
-    running.until(
+    # at first its neighbour may be as suspect: gloo's ring can leave it without the stopped rank's last chunk
+    assert "rank:1" in {suspect for suspect, _ in notice["incident"]["findings"][0]["suspects"]}
+    certain = running.until(
         "the stopped state in words",
-        lambda: any("stopped" in n["incident"]["reason"] for n in running.notices("rank.hung")),
+        lambda: [n for n in running.notices("rank.hung") if "stopped" in n["incident"]["reason"]],
     )
+    assert certain[0]["incident"]["culprit"] == "rank:1"
     os.kill(stopped.pid, signal.SIGCONT)
     running.until("resolution", lambda: running.notices("rank.hung", "resolved"))
     launcher = running.launcher()
