@@ -19,7 +19,7 @@ TOLD = ("tests", "examples", "benchmarks")
 FILE_LINES = 400
 FUNCTION_LINES = 80
 FUNCTION_LINES_LISTED = 50
-BUDGET_CODE_LINES = 23_000
+BUDGET_CODE_LINES = 26_000
 """Lines of code of all components, beyond the walking skeleton (see, say, repair, show). Raised from
 7000 when seeing and saying stood at 9000, again when repairing stood at 12,900, and again for showing (metrics, traces,
 dashboard, rules, report: 3300), and then for what a cluster says (drivers, kernel log, links, dumps, the wire): a third
