@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwarden.collectors.oom import KernelLog, count_kills, memory_cgroup
+from trainwarden.collectors.oom import KernelKills, count_kills, memory_cgroup
 
 EATER = """
 print("ready", flush=True)
@@ -36,7 +36,7 @@ def small_cgroup() -> Iterator[Path]:
 
 
 def test_a_real_oom_kill_is_counted_and_named(small_cgroup: Path) -> None:
-    log = KernelLog()
+    log = KernelKills()
     child = subprocess.Popen([sys.executable, "-c", EATER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None
@@ -53,7 +53,7 @@ def test_a_real_oom_kill_is_counted_and_named(small_cgroup: Path) -> None:
     named: list[int] = []
     end_s = time.monotonic() + 5
     while child.pid not in named and time.monotonic() < end_s:
-        named += [pid for pid, _ in log.kills()]
+        named += [pid for pid, _ in log.kills(time.time_ns())]
         time.sleep(0.01)
     log.close()
     assert child.pid in named
@@ -84,9 +84,9 @@ def test_a_process_without_a_memory_cgroup_has_no_counter(tmp_path: Path) -> Non
 
 
 def test_a_kernel_log_that_cannot_be_read_is_blind_not_empty(tmp_path: Path) -> None:
-    log = KernelLog(tmp_path / "absent")
+    log = KernelKills(tmp_path / "absent")
     assert "No such file" in log.why_blind
-    assert list(log.kills()) == []
+    assert list(log.kills(time.time_ns())) == []
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,8 @@ def test_kernel_lines_name_the_pid(tmp_path: Path, line: str, pid: int) -> None:
     fifo = tmp_path / "kmsg"
     os.mkfifo(fifo)
     writer = os.open(fifo, os.O_RDWR)
-    log = KernelLog.__new__(KernelLog)
-    log.why_blind = ""
-    log._descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    log = KernelKills(fifo)
     os.write(writer, line.encode())
-    assert [found for found, _ in log.kills()] == [pid]
+    assert [found for found, _ in log.kills(time.time_ns())] == [pid]
     os.close(writer)
     log.close()

@@ -1,60 +1,41 @@
 """Out of memory: what the kernel's OOM killer did to processes of this host.
 
-Two witnesses, either may be missing (a container often may not read the kernel log): lines of /dev/kmsg name the pid
-("Out of memory: Killed process 77 (python)", "Memory cgroup out of memory: Killed process 77"; mm/oom_kill.c), and the
-cgroup counts kills (v2 `memory.events`, v1 `memory.oom_control`, both key oom_kill) without naming anyone.
+Two witnesses, either may be missing (a container often may not read the kernel log): the kernel's lines name the pid
+(collectors/kernel_grammar.py), and the cgroup counts kills (v2 `memory.events`, v1 `memory.oom_control`, both key
+oom_kill) without naming anyone.
 """
 
-import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-_KILLED = re.compile(r"[Oo]ut of memory: Killed process (\d+)")
-_RECORD_BYTES = 8192
-"""One read of /dev/kmsg gives one record, at most this long (CONSOLE_EXT_LOG_MAX)."""
+from trainwarden.collectors.kernel_grammar import parse
+from trainwarden.collectors.kmsg import Kmsg
 
 
-class KernelLog:
-    """Follows /dev/kmsg from now on. `why_blind` is "" while it can be read."""
+class KernelKills:
+    """OOM kills in the kernel log from now on."""
 
     def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
-        self.why_blind = ""
-        self._descriptor = -1
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.lseek(self._descriptor, 0, os.SEEK_END)
-        except OSError as error:
-            self.why_blind = f"{path}: {error.strerror}"
+        self._log = Kmsg(path)
+        self._log.open(0)
+        self._last_pid: object = None
 
-    def kills(self) -> Iterator[tuple[int, str]]:
-        """(pid, line) of each OOM kill logged since the last call."""
-        for line in self._lines():
-            killed = _KILLED.search(line)
-            if killed is not None:
-                yield int(killed.group(1)), line.partition(";")[2].strip()[:200]
+    @property
+    def why_blind(self) -> str:
+        """Why the kernel log cannot be read; "" while it can."""
+        return self._log.why_blind
+
+    def kills(self, now_ns: int) -> Iterator[tuple[int, str]]:
+        """(pid, line) of each OOM kill logged since the last call; the two lines of one kill count once."""
+        for _, line in self._log.read(now_ns):
+            fact = parse(line)
+            if fact is not None and fact.kind == "oom.kill" and fact.data["pid"] != self._last_pid:
+                self._last_pid = fact.data["pid"]
+                yield int(fact.where), str(fact.data["line"])
 
     def close(self) -> None:
         """Stop following."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _lines(self) -> Iterator[str]:
-        while self._descriptor >= 0:
-            try:
-                record = os.read(self._descriptor, _RECORD_BYTES)
-            except BlockingIOError:
-                return
-            except BrokenPipeError:  # records were overwritten before we read them: the next read goes on behind them
-                continue
-            except OSError as error:
-                self.why_blind = f"/dev/kmsg: {error.strerror}"
-                self.close()
-                return
-            if not record:
-                return
-            yield record.decode(errors="replace")
+        self._log.close()
 
 
 def memory_cgroup(pid: int, proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup")) -> Path | None:

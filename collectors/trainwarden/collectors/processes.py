@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwarden.collectors.exits import Exit, ExitWatch
-from trainwarden.collectors.oom import KernelLog, count_kills, memory_cgroup
+from trainwarden.collectors.oom import KernelKills, count_kills, memory_cgroup
 from trainwarden.collectors.torchrun import read_error_file, read_failures
 from trainwarden.core.emit import Emitter
 from trainwarden.core.model import Epoch, Event, Frame, JobId, Json, Subject
@@ -49,7 +49,7 @@ class Processes:
         self._node, self._job, self._attempt, self._folder = node, job, attempt, folder
         self._emit = Emitter(self.name, job=job, start_ns=start_ns)
         self._exits = ExitWatch()
-        self._kernel_log = KernelLog()
+        self._kernel_log = KernelKills()
         self._said_blind = False
         self._rank_of: dict[ProcessId, tuple[int, Epoch]] = {}
         self._cgroups: dict[Path, int] = {}
@@ -92,7 +92,7 @@ class Processes:
     def poll(self, now_ns: int) -> Iterable[Frame | Event]:
         """What happened to the processes since the last poll."""
         events = [*self._blindness(now_ns)]
-        kernel_kills = dict(self._kernel_log.kills())
+        kernel_kills = dict(self._kernel_log.kills(now_ns))
         events += (self._oom_kill(pid, line, now_ns) for pid, line in kernel_kills.items())
         events += self._cgroup_kills(now_ns)
         events += self._keeper_exits(now_ns)

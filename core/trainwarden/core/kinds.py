@@ -95,6 +95,13 @@ _ROWS = (
         hard=True,
     ),
     _event("link.state", "link", "a network port changed its state", "port", "state", "line", hard=True),
+    _event(
+        "driver.error",
+        "device",
+        "a message of NVIDIA's driver that is no Xid (initialisation failed, crash dump); pci null = it names no GPU",
+        *("pci", "error", "body", "count", "first_ns", "line"),
+        hard=True,
+    ),
     _event("kernel.segfault", "node", "a process crashed in a library", "pid", "process", "library", "line", hard=True),
     _event("device.found", "device", "a GPU answers", "uuid", "pci", "index", "name", "driver", hard=True),
     _event("device.lost", "device", "a GPU that answered does not any more", "why", hard=True),

@@ -67,7 +67,8 @@ COLLECTIVE: Final = np.dtype(
         ("bytes", "<i8"),
     ]
 )
-"""One collective of one rank, from a flight recorder. group and op index Frame.names; a time not seen is -1."""
+"""One collective of one rank, from a flight recorder. group and op index Frame.names; a time not seen is -1; 0: it
+happened, but when is not told."""
 
 DTYPES: Final[Mapping[Schema, np.dtype[Any]]] = {
     "step": STEP,
