@@ -23,3 +23,24 @@ class Blind:
         self._told.add(why)
         source = Subject(kind="source", id=self._emit.source)
         return [self._emit("source.blind", source, now_ns=now_ns, data={"why": why})]
+
+
+class Parts:
+    """Tells which parts of a source are blind: once when one goes blind, once when it can be read again.
+
+    The subject of part `mlx5_0/1` of source `infiniband@n1` is `source:infiniband@n1/mlx5_0/1`, of part "" the source.
+    """
+
+    def __init__(self, emit: Emitter) -> None:
+        self._emit = emit
+        self._blind: set[str] = set()
+
+    def __call__(self, part: str, why: str, now_ns: int) -> list[Event]:
+        """Say how a part is: why it is blind, or "" where it can be read. The event, or none where nothing changed."""
+        if bool(why) == (part in self._blind) or (why and len(self._blind) == MAX_CAUSES):
+            return []
+        (self._blind.add if why else self._blind.discard)(part)
+        source = self._emit.source
+        subject = Subject(kind="source", id=f"{source}/{part}" if part else source)
+        kind, said = ("source.blind", why) if why else ("source.up", "it is not blind any more")
+        return [self._emit(kind, subject, now_ns=now_ns, data={"why": said})]

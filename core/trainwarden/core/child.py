@@ -1,5 +1,7 @@
 """The only home of subprocess: commands with a deadline, and long-lived children (an import test bans it elsewhere)."""
 
+import contextlib
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,3 +62,65 @@ def spawn(
         )
     except OSError as error:
         raise ChildError(f"{command[0]}: cannot be started: {error.strerror or error}") from error
+
+
+class Talker:
+    """A child that answers lines with lines. Nothing here waits: what it has not said yet is not there, and a child
+    that cannot be killed (state D) costs its two pipes no more."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Raises ChildError."""
+        try:
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ChildError(f"{command[0]}: cannot be started: {error.strerror or error}") from error
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._to, self._from = self._child.stdin, self._child.stdout
+        for pipe in (self._to, self._from):
+            os.set_blocking(pipe.fileno(), False)
+        self._rest = b""
+
+    @property
+    def pid(self) -> int:
+        """The child's."""
+        return self._child.pid
+
+    @property
+    def code(self) -> int | None:
+        """How it ended, as Popen gives it; None: it lives. A dead child is reaped by asking."""
+        return self._child.poll()
+
+    def ask(self, line: bytes) -> None:
+        """Send one short line; a child that is gone or does not read any more shows in `code` and by its silence."""
+        with contextlib.suppress(OSError):
+            self._to.write(line + b"\n")
+
+    def lines(self, at_most_bytes: int = 1 << 20) -> list[bytes]:
+        """Whole lines said since the last call. Raises ChildError for a line without end."""
+        said = self._rest
+        while len(said) < at_most_bytes and (part := self._from.read(1 << 16)):
+            said += part
+        *whole, self._rest = said.split(b"\n")
+        if len(self._rest) >= at_most_bytes:
+            raise ChildError(f"child {self.pid}: a line of more than {at_most_bytes} bytes")
+        return whole
+
+    def kill(self) -> None:
+        """SIGKILL, once, without waiting for the end: `code` tells it."""
+        self._child.kill()  # first: at the end of its input it might end by itself, in order
+        self._to.close()
+        self._from.close()
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it ended within the limit."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(limit_s)
+        return self._child.returncode is not None
