@@ -1,4 +1,4 @@
-"""One POST: what is taken, which failures are worth another try, and that its deadline holds for all of it."""
+"""One POST or GET: what is taken, which failures are worth another try, and that its deadline holds for all of it."""
 
 import logging
 import socket
@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.web import Web, serving
 
 from trainwarden.core.errors import DeliveryError
-from trainwarden.core.net import BODY_MAX_BYTES, RETRY_AFTER_MAX_S, post_json, retry_after_s
+from trainwarden.core.net import BODY_MAX_BYTES, RETRY_AFTER_MAX_S, get, post_json, retry_after_s
 
 NOW_S = 1_800_000_000.0
 
@@ -133,3 +133,24 @@ def test_a_secret_url_is_neither_logged_nor_told(web: Web, caplog: pytest.LogCap
         post_json(secret, b"{}", {}, 5.0)
     assert "hidden" not in caplog.text + str(caught.value)
     assert "word" not in caplog.text + str(caught.value)
+
+
+def test_what_is_there_is_got_uncompressed(web: Web) -> None:
+    web.body = b"x" * (2 * BODY_MAX_BYTES)
+    assert get(f"{web.url}/metrics", {"X-Own": "yes"}, 5.0, len(web.body)).body == web.body, "the limit is the caller's"
+    (asked,) = web.asked
+    assert (asked.path, asked.body, asked.headers["X-Own"]) == ("/metrics", b"", "yes")
+    assert asked.headers["Accept-Encoding"] == "identity"
+
+
+def test_an_answer_longer_than_wanted_is_no_answer(web: Web) -> None:
+    web.body = b"x" * 1001
+    with pytest.raises(DeliveryError, match=f"{web.url}: answered more than 1000 bytes"):
+        get(web.url, {}, 5.0, 1000)
+
+
+def test_what_is_not_there_is_told_as_for_a_post(web: Web) -> None:
+    web.status = 404
+    with pytest.raises(DeliveryError, match=f"{web.url}: answered 404") as caught:
+        get(f"{web.url}/secret", {}, 5.0, 1000)
+    assert not caught.value.retryable

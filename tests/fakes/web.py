@@ -36,7 +36,7 @@ def serving() -> Iterator[Web]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             web.asked.append(Asked(path=self.path, headers=dict(self.headers), body=body))
             web.before()
             self.send_response(web.status)
@@ -44,6 +44,8 @@ def serving() -> Iterator[Web]:
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(web.body)
+
+        do_GET = do_POST
 
         def log_message(self, format: str, *args: object) -> None:
             pass
