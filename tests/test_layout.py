@@ -172,7 +172,11 @@ def _lazy_torch_in_a_hook(one: Import) -> bool:
             id="HTTP clients",
         ),
         pytest.param({"dbos"}, {"trainwarden.app.durable"}, id="the durable engine"),
-        pytest.param({"pickle", "cloudpickle", "dill", "shelve", "marshal"}, set[str](), id="unpickling"),
+        pytest.param(
+            {"pickle", "cloudpickle", "dill", "shelve", "marshal"},
+            {"trainwarden.collectors.nccl.restricted"},
+            id="unpickling",
+        ),
     ],
 )
 def test_one_home(modules: set[str], homes: set[str]) -> None:
