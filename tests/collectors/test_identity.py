@@ -1,13 +1,16 @@
 """Who a rank is and where its ring may lie."""
 
 import json
+import multiprocessing as mp
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.collectors.world import World
 
+from trainwarden.collectors.rank import attach
 from trainwarden.core import identity
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.identity import choose_root, filesystem_of, identify, make_private, this_process
@@ -46,6 +49,57 @@ def test_identity(environment: dict[str, str], arguments: dict[str, Any], expect
     assert me.device == me.slot
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "6",
+    "OMPI_COMM_WORLD_SIZE": "16",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_RANK": "6",
+}
+HYDRA = {"PMI_RANK": "9", "PMI_SIZE": "16", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "8"}
+MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items() if name != "PMIX_RANK"}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+SRUN = {
+    **BATCH_SCRIPT,
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_RESTART_COUNT": "3",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        pytest.param(SRUN, (5, 8, 1, 4, 3), id="srun"),
+        pytest.param({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "x"}, (5, 8, 1, 8, 3), id="no count for this node: all"),
+        pytest.param(BATCH_SCRIPT, (0, 1, 0, 1, 0), id="a Slurm batch script is no task"),
+        pytest.param(OPEN_MPI, (6, 16, 2, 4, 0), id="Open MPI"),
+        pytest.param(MVAPICH, (6, 16, 2, 4, 0), id="MVAPICH2"),
+        pytest.param(HYDRA, (9, 16, 1, 8, 0), id="MPICH and Intel MPI"),
+        pytest.param({**SRUN, **OPEN_MPI}, (6, 16, 2, 4, 0), id="mpirun in a Slurm step, which it disagrees with"),
+        pytest.param({**SRUN, **HYDRA}, (9, 16, 1, 8, 0), id="Hydra, started by srun once a node"),
+        pytest.param({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}, (5, 8, 1, 4, 3), id="srun's own PMI"),
+        pytest.param({**SRUN, "PMIX_RANK": "5"}, (5, 8, 1, 4, 3), id="srun's own PMIx"),
+        pytest.param(
+            {**SRUN, **OPEN_MPI, **TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, (5, 8, 1, 4, 2), id="torchrun is innermost"
+        ),
+    ],
+)
+def test_launchers(environment: dict[str, str], expected: tuple[int, ...]) -> None:
+    me = identify(environment)
+    assert (me.rank, me.world_size, me.local_rank, me.local_world_size, me.restart) == expected
+
+
+def test_a_rank_without_a_size_is_not_taken_for_a_job_of_one() -> None:
+    with pytest.raises(ConfigError, match="PMIX_RANK='3': nothing tells size and local rank: give them to attach"):
+        identify({"PMIX_RANK": "3"})
+    assert identify({"PMIX_RANK": "3"}, rank=3, world_size=4).rank == 3
+
+
 @pytest.mark.parametrize(
     ("environment", "arguments", "message"),
     [
@@ -53,6 +107,7 @@ def test_identity(environment: dict[str, str], arguments: dict[str, Any], expect
         pytest.param(
             {"RANK": "8", "WORLD_SIZE": "8"}, {}, "RANK: expected a whole number from 0 to 7, got '8'", id="8/8"
         ),
+        pytest.param({**SRUN, "SLURM_PROCID": "8"}, {}, "SLURM_PROCID: expected a whole number from 0 to 7", id="srun"),
         pytest.param({"RANK": "-1", "WORLD_SIZE": "8"}, {}, "RANK: expected a whole number", id="negative"),
         pytest.param({"WORLD_SIZE": "9" * 30}, {}, "WORLD_SIZE: expected a whole number", id="absurd"),
         pytest.param({"LOCAL_RANK": "2.5"}, {}, "LOCAL_RANK: expected a whole number", id="a fraction"),
@@ -168,3 +223,34 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     os.chown(tmp_path / "foreign", 12345, -1)
     assert make_private(tmp_path / "foreign") == "belongs to user 12345"
+
+
+class Arriving:
+    """Attaches while it is unpickled, as a script does at its top level when a spawned worker imports it."""
+
+    def __init__(self, answers: Any) -> None:
+        self.answers = answers
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.answers = state["answers"]
+        self.answers.put(attach().why_off)
+
+    def __call__(self) -> None:
+        self.answers.put(attach().why_off)
+
+
+def test_a_spawned_process_attaches_by_its_own_call_only(world: World) -> None:
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    process = context.Process(target=Arriving(answers))
+    process.start()
+    try:
+        assert [answers.get(timeout=50), answers.get(timeout=50)] == [
+            "a spawned process that is still importing the script",
+            "",
+        ]
+    finally:
+        process.join()
+        process.close()
+        answers.close()
+        answers.join_thread()

@@ -12,7 +12,7 @@ from trainwarden.collectors.ringfile import RingFile
 from trainwarden.collectors.ringrows import unix_ns
 from trainwarden.core.emit import Emitter
 from trainwarden.core.model import Epoch, Event, Json, Subject
-from trainwarden.core.records import COMMITTED, DETAILS, epoch_of
+from trainwarden.core.records import COMMITTED, DETAILS, RECOMPILED, epoch_of
 from trainwarden.core.schemas import READING
 
 MAX_MARKS: Final = 64
@@ -71,4 +71,6 @@ def _meaning(row: np.void, name: str, rank: int) -> tuple[str, dict[str, Json]]:
         return "mark.phase", {"phase": name, "expect_s": finite, "step": int(row["step"])}
     if name == COMMITTED and finite is not None:
         return "mark.checkpoint_committed", {"step": int(value), "path": "", "rank": rank}
+    if name.startswith(RECOMPILED) and finite is not None:
+        return "mark.recompile", {"rank": rank, "name": name.removeprefix(RECOMPILED), "count": int(finite)}
     return "mark.note", {"name": name, "value": finite, "step": int(row["step"])}

@@ -1,8 +1,14 @@
 """Who a rank is, and where its ring may lie. Standard library only: this runs inside the training process.
 
-Arguments win over torchrun's environment; without either the process is rank 0 of 1. What `trainwarden run` wants a new
-attempt to know stands in a JSON file named by TRAINWARDEN_ATTEMPT_FILE. Whatever is wrong is a ConfigError with the
-name, the value got and what is allowed; the collector counts it, says it once, and the training goes on without us.
+Arguments win over what launchers leave in the environment: the first of LAUNCHERS that tells all of rank, size and
+local rank is believed, whole. Nothing is put together from two of them, and where they disagree the order decides:
+launchers run inside one another (torchrun in srun, mpirun in a batch script), and everything below inherits the
+variables of the outer ones. A rank without a size is refused, since every process would take itself for a job of one.
+Without any launcher the process is rank 0 of 1.
+
+What `trainwarden run` wants a new attempt to know stands in a JSON file named by TRAINWARDEN_ATTEMPT_FILE. Whatever is
+wrong is a ConfigError with the name, the value got and what is allowed; the collector counts it, says it once, and the
+training goes on without us.
 """
 
 import json
@@ -33,6 +39,56 @@ MAX_RANKS = 1 << 20
 
 MAX_ATTEMPT_FILE_BYTES = 1 << 20
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """The environment variables in which a launcher tells a process who it is."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str
+    """How many ranks this host has."""
+    restart: str = ""
+    only_with: str = ""
+    """Without this variable the others tell nothing."""
+
+
+LAUNCHERS = (
+    Launcher(
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        restart="TORCHELASTIC_RESTART_COUNT",
+    ),
+    *(
+        Launcher(
+            rank=f"{mpi}_COMM_WORLD_RANK",
+            world_size=f"{mpi}_COMM_WORLD_SIZE",
+            local_rank=f"{mpi}_COMM_WORLD_LOCAL_RANK",
+            local_size=f"{mpi}_COMM_WORLD_LOCAL_SIZE",
+        )
+        for mpi in ("OMPI", "MV2")
+    ),
+    Launcher(rank="PMI_RANK", world_size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"),
+    Launcher(
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
+        restart="SLURM_RESTART_COUNT",
+        only_with="SLURM_STEP_ID",
+    ),
+)
+"""The innermost first: torchrun (and all that speak like it), Open MPI, MVAPICH2, MPICH and Intel MPI (Hydra), srun.
+
+srun starts Hydra's helpers, so PMI comes before Slurm; srun's own PMI has no local rank and is passed over. A batch
+script has SLURM_PROCID=0 beside the size of the whole job and is no task of it: only srun sets a step.
+"""
+
+_RANK_WITHOUT_SIZE = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+
 _16_BITS = 1 << 16
 _15_BITS = 1 << 15
 
@@ -55,6 +111,8 @@ class Identity:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int
+    """Ranks on this host; where nobody tells, all of them."""
     attempt: int
     """Issued by the job's owner; 0 where nobody owns the job."""
     restart: int
@@ -85,9 +143,10 @@ def identify(
     (5, 8, 'n2:1', 'job')
     """
     told = read_attempt_file(environment.get("TRAINWARDEN_ATTEMPT_FILE"))
-    world = max(1, _whole("WORLD_SIZE", world_size, environment.get("WORLD_SIZE"), 1, MAX_RANKS + 1))
-    own = _whole("RANK", rank, environment.get("RANK"), 0, world)
-    local = _whole("LOCAL_RANK", local_rank, environment.get("LOCAL_RANK"), own, world)
+    by = _launcher(environment, alone=rank is None and world_size is None)
+    world = max(1, _whole(by.world_size, world_size, environment.get(by.world_size), 1, MAX_RANKS + 1))
+    own = _whole(by.rank, rank, environment.get(by.rank), 0, world)
+    local = _whole(by.local_rank, local_rank, environment.get(by.local_rank), own, world)
     node = environment.get("TRAINWARDEN_NODE") or socket.gethostname()
     slot = _slot(told, own) or f"{node}:{local}"
     return Identity(
@@ -95,14 +154,51 @@ def identify(
         rank=own,
         world_size=world,
         local_rank=local,
+        local_world_size=_local_size(by, environment, world),
         attempt=_whole("attempt", (told or {}).get("attempt"), None, 0, _16_BITS),
-        restart=_whole("TORCHELASTIC_RESTART_COUNT", None, environment.get("TORCHELASTIC_RESTART_COUNT"), 0, _16_BITS),
+        restart=_whole(by.restart, None, environment.get(by.restart), 0, _16_BITS),
         node=node,
         slot=slot,
         device=slot,
         coords=_coords(coords),
         told=told,
     )
+
+
+def _launcher(environment: Mapping[str, str], *, alone: bool) -> Launcher:
+    """Who is believed. alone: nothing but the environment tells the rank. Raises ConfigError."""
+    torchrun, *others = LAUNCHERS
+    if torchrun.rank in environment or torchrun.world_size in environment:
+        return torchrun
+    for by in others:
+        needed = (by.rank, by.world_size, by.local_rank, by.only_with or by.rank)
+        if all(name in environment for name in needed):
+            return by
+    lone = next((name for name in _RANK_WITHOUT_SIZE if name in environment), None)
+    if alone and lone:
+        raise ConfigError(f"{lone}={environment[lone]!r}: nothing tells size and local rank: give them to attach()")
+    return torchrun
+
+
+def _local_size(by: Launcher, environment: Mapping[str, str], world: int) -> int:
+    text = environment.get(by.local_size, "")
+    if by.only_with:
+        text = str(tasks_of_node(text, environment.get("SLURM_NODEID", "")))
+    return int(text) if text.isdigit() and 0 < int(text) <= world else world
+
+
+def tasks_of_node(text: str, node: str) -> int:
+    """How many tasks of a Slurm step a node has; 0 where it cannot be told.
+
+    >>> [tasks_of_node("4(x2),3", node) for node in "0123x"]
+    [4, 4, 3, 0, 0]
+    """
+    left = int(node) if node.isdigit() else MAX_RANKS
+    for tasks, times in re.findall(r"(\d{1,7})(?:\(x(\d{1,7})\))?(?:,|\Z)", text):
+        left -= int(times or 1)
+        if left < 0:
+            return int(tasks)
+    return 0
 
 
 def read_attempt_file(path: str | None) -> Mapping[str, Any] | None:

@@ -103,6 +103,10 @@ MAX_FILE_BYTES = 1 << 20
 COMMITTED = "checkpoint_committed"
 """A note of this name, its value the checkpoint's step, says that the rank has finished writing its part."""
 
+RECOMPILED = "recompile "
+"""A note whose name begins so says that torch.compile compiled the function named by the rest of it again; its value is
+how many recompilations the process has made so far."""
+
 FEATURES = (
     "step_s",
     "data_s",

@@ -12,6 +12,8 @@
         w.mark(OPTIMIZER); optimizer.step()
         w.end()
 
+With PyTorch, watch(w, model, optimizer) makes these marks by itself: begin(), end() and values are left to write.
+
 Standard library only; no system call, no lock and no device synchronisation on the way of a step; never raises.
 """
 
@@ -19,6 +21,7 @@ from trainwarden.collectors.rank.rank import Rank
 from trainwarden.collectors.rank.requests import Agree
 from trainwarden.collectors.rank.side import Side
 from trainwarden.collectors.rank.start import attach
+from trainwarden.collectors.rank.watching import watch
 from trainwarden.collectors.rank.words import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -63,4 +66,5 @@ __all__ = [
     "Scope",
     "Side",
     "attach",
+    "watch",
 ]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainwarden.collectors.rank.dumps import Dumps
+from trainwarden.collectors.rank.hello import Hello
 from trainwarden.collectors.rank.numbers import RefusedValue, number
 from trainwarden.collectors.rank.requests import Agree, Desk
 from trainwarden.collectors.rank.ring import Ring
@@ -105,7 +106,7 @@ class Rank:
         *,
         schedstat: Schedstat | None = None,
         attempt: Mapping[str, Any] | None = None,
-        hello: Callable[[int], None] | None = None,
+        hello: Hello | None = None,
         side_ring: Callable[[], Ring] | None = None,
         desk: Desk | None = None,
         dumps: Dumps | None = None,

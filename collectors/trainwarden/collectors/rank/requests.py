@@ -1,6 +1,5 @@
 """The rank's side of requests: read in end(), decided together with the other ranks of this host, obeyed or void."""
 
-import os
 import time
 from collections.abc import Callable, MutableSequence, Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ class Desk:
         self._folder, self._me = ring.path.parent, me
         self.words = ring.view[CONTROL_OFFSET : CONTROL_OFFSET + 3 * 8].cast("q")
         """Request, its argument, our answer."""
-        self._local = _local_world_size(me.world_size)
+        self._local = me.local_world_size
         self._peers: Sequence[Block] | None = None
 
     def attend(self, step: int, live: MutableSequence[float], agree: Agree | None) -> Request | None:
@@ -118,9 +117,3 @@ class Desk:
             blocks = open_blocks(self._folder, self._me.attempt, self._me.restart)
             self._peers = [block for block in blocks if block.rank != self._me.rank]
         return self._peers
-
-
-def _local_world_size(world_size: int) -> int:
-    """Ranks on this host: torchrun's LOCAL_WORLD_SIZE, else all."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdigit() and 0 < int(text) <= world_size else world_size

@@ -4,13 +4,14 @@ import atexit
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
 from trainwarden.collectors.rank.dumps import Dumps
-from trainwarden.collectors.rank.hello import write_hello
+from trainwarden.collectors.rank.hello import Hello
 from trainwarden.collectors.rank.rank import Rank
 from trainwarden.collectors.rank.requests import Desk
 from trainwarden.collectors.rank.ring import SIDE, NoRing, Ring
@@ -39,13 +40,17 @@ def attach(
 ) -> Rank:
     """The recorder of this rank, to be used by the calling thread.
 
-    Who we are is told by the arguments, else by torchrun's environment, else this is rank 0 of 1. coords: this rank's
-    place in the parallel layout, some of pp, tp, dp, ep, cp. clock: `cpu` also asks the scheduler at each mark (about
-    1 us each) and is what a CPU job needs. Whatever prevents a ring is said once, and the recorder is then a no-op:
-    the training goes on as without us.
+    Who we are is told by the arguments, else by a launcher's environment (core/identity.py), else this is rank 0 of 1.
+    A worker of a DataLoader is no rank, and neither is a spawned process that only imports the script. coords: this
+    rank's place in the parallel layout, some of pp, tp, dp, ep, cp. clock: `cpu` also asks the scheduler at each mark
+    (about 1 us each) and is what a CPU job needs. Whatever prevents a ring is said once, and the recorder is then a
+    no-op: the training goes on as without us.
     """
     if os.environ.get(OFF) == "0":
         return Rank(None, why_off=f"{OFF}=0")
+    worker = _worker()
+    if worker:
+        return Rank(None, why_off=worker)
     try:
         me = identify(rank=rank, world_size=world_size, local_rank=local_rank, job=job, coords=coords)
         recorder = _record(me, clock)
@@ -59,6 +64,16 @@ def attach(
     return recorder
 
 
+def _worker() -> str:
+    """What this process is, if it has a rank's environment but is none; else empty. Nothing is imported to find out."""
+    multiprocessing, data = sys.modules.get("multiprocessing"), sys.modules.get("torch.utils.data")
+    if multiprocessing is not None and getattr(multiprocessing.current_process(), "_inheriting", False):
+        return "a spawned process that is still importing the script"
+    if data is not None and data.get_worker_info() is not None:
+        return "a worker of a DataLoader"
+    return ""
+
+
 def _record(me: Identity, clock: str) -> Rank:
     if clock not in CLOCKS:
         raise ConfigError(f"clock: expected one of {', '.join(CLOCKS)}, got {clock!r}")
@@ -68,14 +83,7 @@ def _record(me: Identity, clock: str) -> Rank:
     clock = "wall" if schedstat is None else "cpu"
     process = this_process()
     ring = Ring(rings, me, process, CLOCKS.index(clock))
-
-    def hello(lap: int) -> None:
-        try:
-            write_hello(hellos, me, process, ring.path, clock=clock, lap=lap)
-        except OSError as error:
-            ring.count("errors")
-            say("no hello", f"no hello of this rank: {error}")
-
+    hello = Hello(hellos, me, process, ring, clock)
     hello(ring.first_lap)
     side = partial(Ring, rings, me, process, CLOCKS.index(clock), SIDE)
     dumps = _dumps(hellos, process.pid)

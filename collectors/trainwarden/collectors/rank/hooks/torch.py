@@ -1,4 +1,5 @@
-"""PyTorch: where a rank's own backward ends.
+"""PyTorch, by hand: where a rank's own backward ends, for loops that mark their phases themselves (watch() needs no
+such hook, and works with a communication hook of the script's own).
 
 DDP hides its wait for the others inside loss.backward(): gradients are reduced in buckets while the rest of backward
 still runs, and backward returns when the last reduction is done. What a rank does by itself ends when it hands over its
@@ -29,7 +30,7 @@ def ddp_comm_hook(w: Rank, model: "DistributedDataParallel") -> None:
     # Not as text: DDP refuses a hook whose annotations are not these very types.
     def hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         reduced = allreduce_hook(group, bucket)
-        if bucket.is_last():
+        if bucket.is_last() and not torch.compiler.is_compiling():
             w.mark(WAIT)
         return reduced
 
