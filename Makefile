@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-BENCHMARKS := in_loop real_loop watching
+BENCHMARKS := in_loop real_loop watching kernel_log ingest dumps
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check lint format types imports size bench chaos fuzz docs dashboards constraints clean
@@ -45,7 +45,7 @@ format: $(STAMP) ## ruff's formatting (only looks; `ruff format .` mends)
 types: $(STAMP) ## mypy --strict
 	@echo "== check: types"
 	@$(BIN)/mypy
-	@$(BIN)/mypy .ci/size.py .ci/metrics.py deploy/alertmanager/receiver.py
+	@$(BIN)/mypy .ci/size.py .ci/metrics.py .ci/signals.py deploy/alertmanager/receiver.py
 
 imports: $(STAMP) ## layout and import rules
 	@echo "== check: layout and import rules"
@@ -66,8 +66,9 @@ chaos: $(STAMP) ## the slow faults: frozen owners, ranks that wake up too late, 
 fuzz: $(STAMP) ## the property tests with 10,000 random examples each
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m hypothesis --timeout=7200 tests $(ARGS)
 
-docs: $(STAMP) ## write docs/metrics.md from the table of metrics
+docs: $(STAMP) ## write docs/metrics.md and docs/signals.md from their tables
 	$(BIN)/python .ci/metrics.py
+	$(BIN)/python .ci/signals.py
 
 dashboards: $(STAMP) ## write the dashboards' JSON from their code
 	$(BIN)/python -m trainwarden.dashboards.job

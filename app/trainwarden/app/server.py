@@ -50,9 +50,10 @@ RETRY_S = 1.0
 SAVE_S = 10.0
 """Between two snapshots of the line's state (what detectors learnt); also taken after each finding."""
 
-_LINE = "line"
+LINE = "line"
+"""Name of the line's snapshot in the store."""
 
-_NOT_JOURNALLED = frozenset({"mark.note", "telemetry.lost"})
+NOT_JOURNALLED = frozenset({"mark.note", "telemetry.lost"})
 """Events that no machine decides on and that can come in any number; the recording has them."""
 
 
@@ -110,7 +111,7 @@ class Server:
             self._decide(self.line.feed(stamped))
             if self.metrics is not None:
                 self.metrics.take(stamped)
-            if isinstance(stamped, Tick) or (isinstance(stamped, Event) and stamped.kind not in _NOT_JOURNALLED):
+            if isinstance(stamped, Tick) or (isinstance(stamped, Event) and stamped.kind not in NOT_JOURNALLED):
                 self._carry_out(self.engine.handle(stamped))
 
     def tick(self, now_ns: int) -> None:
@@ -137,7 +138,7 @@ class Server:
 
         Instructions carry keys, so again is once; a person at the terminal is only told what no one was told before.
         """
-        saved = self._store.load_snapshot(_LINE)
+        saved = self._store.load_snapshot(LINE)
         if saved is not None:
             self.line.restore(saved[1])
         log = self.notifiers.get("jsonl")
@@ -162,7 +163,7 @@ class Server:
 
     def _save_line(self) -> None:
         with contextlib.suppress(StoreError):  # the engine says that the journal cannot be written
-            self._store.save_snapshot(self._store.last_seq(), _LINE, self.line.snapshot())
+            self._store.save_snapshot(self._store.last_seq(), LINE, self.line.snapshot())
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

@@ -134,7 +134,7 @@ FRAME_MAGIC: Final = b"TWFRAME1"
 _LENGTH: Final = struct.Struct("<I")
 _ROWS_AT: Final = len(FRAME_MAGIC) + _LENGTH.size
 
-_NAMED: Final[Mapping[str, tuple[str, ...]]] = {
+NAMED: Final[Mapping[str, tuple[str, ...]]] = {
     "step": (),
     "live": ("phase",),
     "span": ("kind",),
@@ -175,7 +175,7 @@ def frame_from_bytes(body: bytes) -> model.Frame:
     if len(body) - at != count * row_bytes:
         raise DataError(f"frame: {count} rows of {row_bytes} bytes announced, {len(body) - at} bytes there")
     rows = np.frombuffer(body, DTYPES[schema], count, at) if count else np.empty(0, DTYPES[schema])
-    for column in _NAMED[schema]:
+    for column in NAMED[schema]:
         if count and (highest := int(rows[column].max())) >= len(names):
             raise DataError(f"frame: {column} {highest} of a {schema} row names none of {len(names)} names")
     plain = {key: header[key] for key in ("schema", "source", "job", "epoch", "seq", "sent_ns", "seen_ns")}

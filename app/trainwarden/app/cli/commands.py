@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from trainwarden.app.cli import approve, checkpoints, dashboards, demo, report, run
+from trainwarden.app.cli import agent, approve, checkpoints, dashboards, demo, doctor, record, report, run, server
 from trainwarden.core.errors import TrainwardenError
 
 _app = typer.Typer(
@@ -14,8 +14,13 @@ _app = typer.Typer(
     help="Watches a training job, says what is wrong, where and why.",
 )
 _app.command("run")(run.run)
+_app.command("server")(server.server)
 _app.command("demo")(demo.demo)
 _app.command("report")(report.report)
+_app.command("agent")(agent.agent)
+_app.command("record")(record.record)
+_app.command("replay")(record.replay)
+_app.command("doctor")(doctor.doctor)
 _app.command("approve")(approve.approve)
 _app.command("deny")(approve.deny)
 _app.command("stop-all")(approve.stop_all)

@@ -1,0 +1,257 @@
+"""The jobs of one node, found by their rings: which folders there are, whose they are, and when a job is over.
+
+Rings lie below `/run/trainwarden/<uid>`, `/dev/shm/trainwarden-<uid>`, or what TRAINWARDEN_DIR named (core/identity.py;
+such folders are named to the agent by its settings). All of it is written by tenants, so whose a job is comes from the
+owner of the folder, never from what a file says: a folder whose name and owner differ, that others may write to, that
+is no tmpfs, or below which something is mounted (a file system of the tenant's own could hang us) is refused by name.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from trainwarden.collectors.blind import Blind
+from trainwarden.collectors.nccl.source import Dumps, DumpsConfig
+from trainwarden.collectors.processes import Processes
+from trainwarden.collectors.rings import Rings
+from trainwarden.core.emit import Emitter
+from trainwarden.core.identity import JOB_NAME, filesystem_of
+from trainwarden.core.model import Epoch, Event, Frame, JobId, Subject
+from trainwarden.core.process import ProcessId, alive
+
+BASES: Final = (
+    (Path("/run/trainwarden"), re.compile(r"(\d{1,10})")),
+    (Path("/dev/shm"), re.compile(r"trainwarden-(\d{1,10})")),
+)
+"""Where the users' folders lie, and how they are called."""
+
+JOBS_MAX: Final = 64
+"""Jobs followed on one node, and users looked at; a node runs one job a GPU at most."""
+
+_OF_A_RUN: Final = re.compile(r"state-[0-9a-f]{12}")
+"""Folders of `trainwarden run` (app/attempts.py), which watches its jobs itself."""
+
+PROCESSES_NS: Final = 500_000_000
+"""Between two looks at a job's processes: their ends are seen at once (by pidfd), and must be said within a second."""
+
+OVER_NS: Final = 60_000_000_000
+"""A job is let go when nothing of it has lived for this long: a launcher restarts its ranks within seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRoot:
+    """One job's place on this node."""
+
+    job: JobId
+    root: Path
+    """What the ranks were told (TRAINWARDEN_DIR)."""
+    uid: int
+    stamp: tuple[int, int]
+    """When its rings and hellos were last added to: something new has begun when this changes."""
+
+
+class Jobs:
+    """Source that looks for jobs; emits only why a folder is refused. What was found is in `found`."""
+
+    period_s: float = 2.0
+
+    def __init__(
+        self,
+        node: str,
+        named: Iterable[Path] = (),
+        *,
+        start_ns: int,
+        bases: Iterable[tuple[Path, re.Pattern[str]]] = BASES,
+        mounts: Path = Path("/proc/self/mountinfo"),
+    ) -> None:
+        """named: folders that TRAINWARDEN_DIR names on this node."""
+        self.name = f"jobs@{node}"
+        self._named, self._bases, self._mounts = tuple(named), tuple(bases), mounts
+        self._blind = Blind(Emitter(self.name, job=None, start_ns=start_ns))
+        self.found: Mapping[JobId, JobRoot] = {}
+        """Replaced as a whole: any thread may read it."""
+
+    def poll(self, now_ns: int) -> Iterator[Frame | Event]:
+        """Look again; why folders are refused, each reason once."""
+        mountinfo = self._mounts.read_text(errors="surrogateescape")
+        found: dict[JobId, JobRoot] = {}
+        for root, uid in islice(self._roots(), JOBS_MAX):
+            try:
+                why = _why_not(root, uid, mountinfo) or ""
+                jobs = [] if why else list(_jobs_below(root))
+            except OSError as error:
+                why, jobs = error.strerror or str(error), []
+            for one in jobs[: JOBS_MAX - len(found)]:
+                first = found.setdefault(one.job, one)
+                if first is not one:
+                    why = f"job {one.job} is user {first.uid}'s already, in {first.root}"
+            if why:
+                yield from self._blind(f"{root}: {why}", now_ns)
+        self.found = found
+
+    def _roots(self) -> Iterator[tuple[Path, int | None]]:
+        """(folder, user that its name says)."""
+        yield from ((path, None) for path in self._named if os.path.lexists(path))
+        for base, form in self._bases:
+            try:
+                names = sorted(os.listdir(base))
+            except OSError:  # nobody has made it
+                continue
+            for name in names:
+                if said := form.fullmatch(name):
+                    yield base / name, int(said[1])
+
+
+class JobSource:
+    """Source of one job on this node: its rings, and the processes behind its hellos."""
+
+    period_s = Rings.period_s
+
+    def __init__(self, where: JobRoot, node: str, *, start_ns: int) -> None:
+        self.where, self._node = where, node
+        self._rings = Rings(where.root, node, where.job, start_ns=start_ns)
+        self.name = f"rings/{where.job}@{node}"
+        self._processes: Processes | None = None
+        self._attempt = -1
+        self._lived_ns, self._next_ns = start_ns, 0
+        self.over = False
+        """Nothing of it has lived for a while."""
+        self.ranks: Mapping[int, ProcessId] = {}
+        self.epoch: Epoch | None = None
+        """Of the newest hello."""
+        self.began_ns = 0
+        """When the first rank of this attempt said hello. These three are replaced: any thread may read them."""
+
+    def poll(self, now_ns: int) -> Iterator[Frame | Event]:
+        """What its ranks tell, and which of them have ended."""
+        for item in self._rings.poll(now_ns):
+            if isinstance(item, Event) and item.kind == "hello":
+                self._meet(item, now_ns)
+            if isinstance(item, Frame) and item.schema != "live":
+                self._lived_ns = now_ns
+            yield of_job(item, self.where.job)
+        if now_ns < self._next_ns:
+            return
+        self._next_ns = now_ns + PROCESSES_NS
+        if self._processes is not None:
+            yield from (of_job(item, self.where.job) for item in self._processes.poll(now_ns))
+            self.ranks = self._processes.ranks
+        if now_ns - self._lived_ns > OVER_NS:
+            ranks = self._processes.ranks.values() if self._processes is not None else ()
+            self.over = not any(map(alive, ranks))
+
+    def close(self) -> None:
+        """Let its files go."""
+        self._rings.close()
+        if self._processes is not None:
+            self._processes.close()
+
+    def _meet(self, hello: Event, now_ns: int) -> None:
+        """Watch the process behind a hello, if it is the job's user's: a tenant may write any pid."""
+        attempt, pid = hello.data["attempt"], hello.data["pid"]
+        assert isinstance(attempt, int)
+        if attempt > self._attempt:
+            if self._processes is not None:
+                self._processes.close()
+            folder = self.where.root / self.where.job  # no keeper here: exit statuses are what pidfds tell
+            self._attempt, self.began_ns = attempt, hello.t_ns
+            self._processes = Processes(
+                node=self._node, job=self.where.job, attempt=attempt, folder=folder, start_ns=now_ns
+            )
+        self.epoch, self.began_ns = hello.epoch, min(self.began_ns, hello.t_ns)
+        try:
+            owner = os.stat(f"/proc/{pid}").st_uid
+        except OSError:
+            return
+        if self._processes is not None and owner == self.where.uid:
+            self._processes.watch(hello)
+
+
+class JobDumps:
+    """Source of the flight recorder dumps of one job (collectors/nccl): apart from its rings, since dumps lie anywhere,
+    also on file systems that hang."""
+
+    period_s = Dumps.period_s
+
+    def __init__(self, config: DumpsConfig, job: JobSource, node: str) -> None:
+        self._config, self._job, self._node = config, job, node
+        self.name = f"dumps/{job.where.job}@{node}"
+        self._dumps: Dumps | None = None
+        self._began_ns = 0
+
+    def poll(self, now_ns: int) -> Iterator[Frame | Event]:
+        """Dumps that were finished since; nothing before a rank has said hello."""
+        job = self._job
+        if job.epoch is None:
+            return
+        if self._dumps is None or job.began_ns > self._began_ns:
+            self._began_ns = job.began_ns
+            self._dumps = Dumps(
+                self._config,
+                node=self._node,
+                job=job.where.job,
+                owner_uid=job.where.uid,
+                ranks=lambda: job.ranks,
+                epoch=lambda: job.epoch or Epoch(0),
+                since_ns=job.began_ns,
+                start_ns=now_ns,
+            )
+        yield from (of_job(item, job.where.job) for item in self._dumps.poll(now_ns))
+
+
+def of_job(item: Frame | Event, job: JobId) -> Frame | Event:
+    """The same from a source of this job's own, `rings/<job>@<node>`: numbers count within a source."""
+    name = item.source.replace("@", f"/{job}@", 1)
+    if isinstance(item, Event) and item.subject == Subject(kind="source", id=item.source):
+        return replace(item, source=name, subject=Subject(kind="source", id=name))
+    return replace(item, source=name)
+
+
+def _why_not(root: Path, uid: int | None, mountinfo: str) -> str | None:
+    """Why a folder may not be looked into; None: it may. Raises OSError."""
+    kind = filesystem_of(root, mountinfo)
+    below = f" {root}/"
+    if kind != "tmpfs":
+        return f"on {kind}, not on tmpfs"
+    if any(below in line for line in mountinfo.splitlines()):
+        return "something is mounted below it"
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "not a folder"
+    if uid is not None and found.st_uid != uid:
+        return f"belongs to user {found.st_uid}, not to the one that its name says"
+    if found.st_mode & 0o022:
+        return "others may write to it"
+    if not os.access(root, os.R_OK | os.X_OK):
+        own = os.geteuid()
+        return f"user {found.st_uid}'s, and user {own} may not read it: give the agent CAP_DAC_READ_SEARCH or that user"
+    return None
+
+
+def _jobs_below(root: Path) -> Iterator[JobRoot]:
+    """The folders of jobs, of the folder's own user only."""
+    uid = root.lstat().st_uid
+    with os.scandir(root) as listing:
+        names = [
+            entry.name
+            for entry in islice(listing, 4096)
+            if JOB_NAME.match(entry.name) and not _OF_A_RUN.fullmatch(entry.name)
+        ]
+    for name in sorted(names):
+        stamps = [_stamp(root / name / part, uid) for part in ("", "rings", "hello")]
+        if stamps[0] >= 0 and stamps[1] >= 0:
+            yield JobRoot(job=JobId(name), root=root, uid=uid, stamp=(stamps[1], stamps[2]))
+
+
+def _stamp(folder: Path, uid: int) -> int:
+    """When a folder of this user was last changed; -1: there is none."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return -1
+    return found.st_mtime_ns if stat.S_ISDIR(found.st_mode) and found.st_uid == uid else -1
