@@ -61,7 +61,7 @@ bench: $(STAMP) ## what it costs: in one rank, in a real loop, beside it (all ar
 	done; test -z "$$failed" || { echo "missed:$$failed" >&2; exit 1; }
 
 chaos: $(STAMP) ## the slow faults: frozen owners, ranks that wake up too late, breakers, people who do not approve
-	$(BIN)/python -m pytest -m slow --timeout=180 tests/end_to_end $(ARGS)
+	$(BIN)/python -m pytest -m slow --timeout=180 tests $(ARGS)
 
 fuzz: $(STAMP) ## the property tests with 10,000 random examples each
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m hypothesis --timeout=7200 tests $(ARGS)

@@ -281,6 +281,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow  # two fresh processes that import torch
 @pytest.mark.parametrize("form", ["rank_{}", "rank_{}.json"])
 def test_dumps_of_this_torch_are_read(recorded: Path, form: str) -> None:
     waits, left = of_folder(recorded, form, 2).values()

@@ -259,6 +259,7 @@ def fill(file: Path) -> None:
 # what people say
 
 
+@pytest.mark.slow
 def test_stop_all_before_a_fault_leaves_it_alone_until_actions_are_allowed_again(start: Callable[..., Running]) -> None:
     running = start("switched-off", *LIGHT, "--steps", "3000", config=HANG, policy=policy())
     until_published(running)
