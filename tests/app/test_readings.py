@@ -210,7 +210,8 @@ def test_a_source_that_invents_subjects_is_held_to_a_bound(node: Node, monkeypat
 
 def test_it_is_served_with_our_own_cpu_and_memory(node: Node) -> None:
     node.tell(("node:n1", "node_load_1m", 0.5))
-    address, close = serve(node.readings, MetricsConfig(listen="127.0.0.1:0"))
+    listening = serve(node.readings, MetricsConfig(listen="127.0.0.1:0"))
+    address, close = listening.address, listening.close
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
             text = reply.read().decode()

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Final
 
 from trainwarden.app.folders import JobFolder
 from trainwarden.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
+    from prometheus_client.registry import Collector
 
     from trainwarden.app.metrics import JobMetrics
     from trainwarden.app.repair import Repair
@@ -62,15 +61,36 @@ class MetricsConfig:
         return found[1] or found[2], int(found[3])
 
 
+class Listening:
+    """A collector of prometheus_client, and what this process itself costs, at an address."""
+
+    def __init__(self, collector: "Collector", config: MetricsConfig) -> None:
+        """config: it names an address. Raises OSError where that cannot be had."""
+        from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+
+        registry = CollectorRegistry()
+        registry.register(collector)
+        ProcessCollector(registry=registry)
+        host, port = config.address
+        self._served, self._thread = start_http_server(port, host, registry)
+        self.port = self._served.server_port
+        self.address = joined(host, self.port)
+
+    def close(self) -> None:
+        """Nothing listens any more."""
+        self._served.shutdown()
+        self._served.server_close()
+        self._thread.join()
+
+
 class Endpoint:
     """The metrics of one job while they are served."""
 
-    def __init__(self, metrics: "JobMetrics", served: "WSGIServer", thread: Thread, host: str, targets: Path) -> None:
-        self.metrics = metrics
-        self._served, self._thread, self._targets = served, thread, targets
+    def __init__(self, metrics: "JobMetrics", listening: Listening, host: str, targets: Path) -> None:
+        self.metrics, self._listening, self._targets = metrics, listening, targets
+        self.address = listening.address
         self._saved_ns = 0
-        self.address = _joined(host, served.server_port)
-        target = _joined(_ANYWHERE.get(host, host), served.server_port)
+        target = joined(_ANYWHERE.get(host, host), listening.port)
         self._told = json.dumps([{"targets": [target], "labels": {}}])
         with contextlib.suppress(OSError):  # found by file or not: it is served
             targets.parent.mkdir(mode=0o755, exist_ok=True)
@@ -82,16 +102,14 @@ class Endpoint:
         """A turn of the main loop is over."""
         from trainwarden.app.metrics import vitals
 
-        self.metrics.turned(began_ns, ended_ns, vitals(server, repair.publisher))
+        self.metrics.turned(began_ns, ended_ns, vitals(server, repair.publisher.saves))
         if began_ns >= self._saved_ns + SAVE_NS:
             self._saved_ns = began_ns
             self.metrics.save()
 
     def close(self) -> None:
         """Nothing listens any more, and nobody is sent here; what another supervisor wrote stays."""
-        self._served.shutdown()
-        self._served.server_close()
-        self._thread.join()
+        self._listening.close()
         self.metrics.save()
         with contextlib.suppress(OSError):
             if self._targets.read_text() == self._told:
@@ -114,8 +132,6 @@ def open_endpoint(
     """
     if not config.listen:
         return None
-    from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
-
     from trainwarden.app.metrics import JobMetrics
 
     metrics = JobMetrics(
@@ -127,19 +143,19 @@ def open_endpoint(
         sources=sources,
         peers=peers,
     )
-    registry = CollectorRegistry()
-    registry.register(metrics)
-    ProcessCollector(registry=registry)
-    host, port = config.address
     try:
-        served, thread = start_http_server(port, host, registry)
+        listening = Listening(metrics, config)
     except OSError as error:
         say(f"no metrics: cannot listen on {config.listen}: {error.strerror or error}; the run goes on without them")
         return None
-    endpoint = Endpoint(metrics, served, thread, host, folder.path.parent / TARGETS / f"{folder.job}.json")
-    say(f"metrics are at http://{endpoint.address}/metrics")
-    return endpoint
+    say(f"metrics are at http://{listening.address}/metrics")
+    return Endpoint(metrics, listening, config.address[0], folder.path.parent / TARGETS / f"{folder.job}.json")
 
 
-def _joined(host: str, port: int) -> str:
+def joined(host: str, port: int) -> str:
+    """HOST:PORT.
+
+    >>> joined("::1", 9485)
+    '[::1]:9485'
+    """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""From numbers to the families of prometheus_client, by the rows of core.signals.METRICS."""
+"""From numbers to the families of prometheus_client, by the rows of a table of metrics."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,15 +21,17 @@ BUCKETS_S: Final = (0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
 starts and loads of large jobs (ten minutes are a good recovery, half an hour is the bar of `no progress`)."""
 
 
-def families(job: str, values: Iterable[tuple[Key, float | None]]) -> Iterator[Family]:
+def families(
+    values: Iterable[tuple[Key, float | None]], table: Mapping[str, Metric] = METRICS, job: Key = ()
+) -> Iterator[Family]:
     """Every metric that has a value, in the order of the table; a value that is None or not finite is none."""
     found: dict[str, dict[Key, float]] = {}
     for (name, *labels), value in values:
         if value is not None and math.isfinite(value):
             found.setdefault(f"trainwarden_{name}", {})[tuple(labels)] = value
-    for name, metric in METRICS.items():
+    for name, metric in table.items():
         if name in found:
-            yield _family(metric, (job,) if metric.of_job else (), found[name])
+            yield family_of(metric, found[name], job if metric.of_job else ())
 
 
 def quantiles(name: str, values: NDArray[Any]) -> Iterator[tuple[Key, float]]:
@@ -40,7 +42,8 @@ def quantiles(name: str, values: NDArray[Any]) -> Iterator[tuple[Key, float]]:
         yield from (((name, quantile), float(value)) for quantile, value in zip(QUANTILES, found, strict=True))
 
 
-def _family(metric: Metric, job: Key, values: Mapping[Key, float]) -> Family:
+def family_of(metric: Metric, values: Mapping[Key, float], job: Key = ()) -> Family:
+    """One metric; values by the values of its labels. job: the value of `job_id`, if it has that."""
     labels = ("job_id",) * len(job) + metric.labels
     if metric.type == "histogram":
         return _histogram(HistogramMetricFamily(metric.name, metric.meaning, labels=labels), job, values)

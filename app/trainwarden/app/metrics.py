@@ -38,7 +38,6 @@ from trainwarden.remediation.guards import GUARDS
 
 if TYPE_CHECKING:
     from trainwarden.app.endpoint import MetricsConfig
-    from trainwarden.app.publisher import Publisher
     from trainwarden.app.server import Server
 
 WINDOW_STEPS: Final = 100
@@ -78,23 +77,22 @@ class Vitals:
     """Counters that others keep, since whenever they began."""
 
 
-def vitals(server: "Server", publisher: "Publisher") -> Vitals:
-    """As of now; the main thread's."""
-    parts, saves = server.parts, publisher.saves
+def vitals(server: "Server", saves: Saves | None) -> Vitals:
+    """As of now; the main thread's. saves: None where checkpoints are not seen, so that nothing is said of them."""
+    parts = server.parts
     rows, refusals = parts.assembler.counters, parts.repairs.refusals
     return Vitals(
         incidents=Counter((one.tier.name, one.state) for one in server.incidents.values()),
         plans_running=len(server.plans),
         journal_writable=not server.engine.degraded,
         undelivered=len(server.undelivered),
-        saves=saves,
+        saves=saves or Saves(),
         own_work=parts.straggler.own_work,
         counts={
             **{("rows_total", fate): getattr(rows, fate) for fate in _FATES},
             **{("plan_refusals_total", guard): refusals[guard] for guard in GUARDS | refusals.keys()},
             **{("notices_total", *told): count for told, count in server.tries.counts().items()},
-            ("checkpoints_total", "published"): saves.published,
-            ("checkpoints_total", "refused"): saves.refused,
+            **({} if saves is None else _saved(saves)),
             ("recording_lost_items_total",): parts.recorder.lost_items,
         },
     )
@@ -212,7 +210,7 @@ class JobMetrics:
 
     def collect(self) -> Iterator[Family]:
         """Every metric that has a value now."""
-        yield from families(self._job, self._values(*self.save()))
+        yield from families(self._values(*self.save()), job=(self._job,))
 
     def save(self) -> tuple[Mapping[Key, float], Sequence[float]]:
         """Write down what must go on after us; the counters and the window of steps as they stand there.
@@ -347,6 +345,10 @@ class JobMetrics:
         best_s = math.inf if state["best_s"] is None else float(state["best_s"])
         self._counts, self._split, self._best_s = {**self._counts, **counts}, split, best_s
         self._start_ns, self._new_ns = min(self._start_ns, start_ns), new_ns
+
+
+def _saved(saves: Saves) -> Mapping[Key, int]:
+    return {("checkpoints_total", "published"): saves.published, ("checkpoints_total", "refused"): saves.refused}
 
 
 def _zeros() -> Iterator[Key]:

@@ -242,8 +242,9 @@ def gather(asked: Gathering, stop: threading.Event, say: Callable[[str], None]) 
         from trainwarden.app.readings import Readings, serve
 
         readings = Readings(asked.node, unix_ns)
-        address, close = serve(readings, MetricsConfig(listen=asked.listen))
-        say(f"metrics are at http://{address}/metrics")
+        listening = serve(readings, MetricsConfig(listen=asked.listen))
+        close = listening.close
+        say(f"metrics are at http://{listening.address}/metrics")
     devices = Devices()
     sources = build_sources(asked.settings, asked.node, devices, start_ns=now_ns)
     isolation = Isolation(asked.settings.isolation, asked.node)

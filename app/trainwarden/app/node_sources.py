@@ -6,7 +6,7 @@ Each source can be left out by a setting (`agent.sources`), and is made by a lin
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from trainwarden.app.isolation import IsolationConfig
 from trainwarden.app.node_jobs import JobDumps, Jobs, JobSource
@@ -21,7 +21,7 @@ from trainwarden.collectors.mounts import Mounts, MountsConfig
 from trainwarden.collectors.nccl.source import DumpsConfig
 from trainwarden.collectors.nvml import Nvml, NvmlConfig
 from trainwarden.collectors.pcie import PcieConfig, PcieErrors
-from trainwarden.core.config import load
+from trainwarden.core.config import load_fields
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import Event, Frame
 from trainwarden.core.ports import Source
@@ -86,11 +86,7 @@ NODE_SECTIONS: Final[Mapping[str, tuple[str, type[object]]]] = {
 
 def load_node_settings(path: Path | None) -> NodeSettings:
     """Settings of a file, or the defaults. Raises ConfigError that names the key, the value and what is allowed."""
-    if path is None:
-        return NodeSettings()
-    loaded = load(path, {section: type_ for section, (_, type_) in NODE_SECTIONS.items()})
-    fields: dict[str, Any] = {NODE_SECTIONS[section][0]: value for section, value in loaded.items()}
-    return NodeSettings(**fields)
+    return NodeSettings(**load_fields(path, NODE_SECTIONS))
 
 
 class Devices:

@@ -14,10 +14,10 @@ from functools import lru_cache
 from typing import Final
 
 from prometheus_client import Metric as Family
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from trainwarden.alerts.notify.terminal import printable
-from trainwarden.app.endpoint import MetricsConfig
+from trainwarden.app.endpoint import Listening, MetricsConfig
+from trainwarden.app.exposition import families, family_of
 from trainwarden.app.isolation import SourceState
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import Event, Frame
@@ -63,6 +63,11 @@ AGENT_METRICS: Final[Mapping[str, Metric]] = {
     )
 }
 """What the agent says beside READINGS; `process_*` (CPU, memory, files) come from prometheus-client."""
+
+_SHOWN: Final[Mapping[str, Metric]] = {
+    name: Metric(name=one.metric, type=one.kind, meaning=one.meaning, labels=LABELS[one.of], of_job=False)
+    for name, one in READINGS.items()
+}
 
 _INFO: Final = ("uuid", "index", "pci", "name", "driver")
 _DEVICES_MAX: Final = 256
@@ -126,15 +131,10 @@ class Readings:
             for (signal, subject), newest in self._newest.items():
                 found.setdefault(signal, {})[self._labels(signal, subject)] = newest.value
             devices = [*self._devices.values()]
-        for name, reading in READINGS.items():
+        for name in READINGS:
             if values := found.get(name):
-                yield _family(reading.metric, reading.kind, reading.meaning, LABELS[reading.of], values)
-        own: dict[str, dict[tuple[str, ...], float]] = {}
-        for (name, *labels), value in self._of_us(self.fares, devices):
-            own.setdefault(f"trainwarden_{name}", {})[tuple(labels)] = value
-        for name, metric in AGENT_METRICS.items():
-            if values := own.get(name):
-                yield _family(name, metric.type, metric.meaning, metric.labels, values)
+                yield family_of(_SHOWN[name], values)
+        yield from families(self._of_us(self.fares, devices), AGENT_METRICS)
 
     def _read(self, frame: Frame) -> None:
         rows = zip(*(frame.rows[name].tolist() for name in ("signal", "subject", "value")), strict=True)
@@ -179,24 +179,12 @@ class Readings:
         yield ("build_info", __version__), 1
 
 
-def serve(readings: Readings, config: MetricsConfig) -> tuple[str, Callable[[], None]]:
-    """Serve them at the address that the settings name: (address, what ends it). Raises ConfigError."""
-    from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
-
-    registry, (host, port) = CollectorRegistry(), config.address
-    registry.register(readings)
-    ProcessCollector(registry=registry)
+def serve(readings: Readings, config: MetricsConfig) -> Listening:
+    """Serve them at the address that the settings name. Raises ConfigError."""
     try:
-        served, thread = start_http_server(port, host, registry)
+        return Listening(readings, config)
     except OSError as error:
         raise ConfigError(f"--metrics: cannot listen on {config.listen}: {error.strerror or error}") from error
-
-    def close() -> None:
-        served.shutdown()
-        served.server_close()
-        thread.join()
-
-    return f"[{host}]:{served.server_port}" if ":" in host else f"{host}:{served.server_port}", close
 
 
 @lru_cache(maxsize=4096)
@@ -216,13 +204,3 @@ def _place(subject: str) -> tuple[str, str]:
     kind, _, name = printable(subject)[:160].partition(":")
     one, _, within = name.partition("/" if kind == "link" else ":")
     return one, within
-
-
-def _family(
-    name: str, kind: str, meaning: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]
-) -> Family:
-    made = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-    family = made(name, meaning, labels=labels)
-    for one, value in values.items():
-        family.add_metric(one, value)
-    return family

@@ -10,21 +10,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
-from trainwarden.app.endpoint import MetricsConfig
+from trainwarden.app.endpoint import Listening, MetricsConfig
 from trainwarden.app.ingest import Ingest, IngestConfig, Link
 from trainwarden.app.jobs import Job, Jobs, JobsConfig
-from trainwarden.app.publisher import Saves
 from trainwarden.app.run import TICK_NS
 from trainwarden.app.wiring import SECTIONS, Settings
 from trainwarden.core.auth import TlsFiles, read_tokens
 from trainwarden.core.clock import Clock, unix_ns
-from trainwarden.core.config import load
+from trainwarden.core.config import load_fields
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import Event, Frame
 from trainwarden.core.signals import Metric
@@ -32,7 +30,6 @@ from trainwarden.core.signals import Metric
 if TYPE_CHECKING:
     from prometheus_client import Metric as Family
 
-    from trainwarden.app.publisher import Publisher
 
 TURN_S: Final = 0.2
 """A turn ends after this long, so that ticks come in time while much is waiting."""
@@ -86,13 +83,13 @@ def load_server_settings(path: Path | None) -> tuple[Settings, IngestConfig, Job
 
     Raises ConfigError.
     """
-    if path is None:
-        return Settings(), IngestConfig(), JobsConfig()
-    types = {section: type_ for section, (_, type_) in SECTIONS.items()}
-    own: dict[str, type[object]] = {"server.ingest": IngestConfig, "server.jobs": JobsConfig}
-    loaded = load(path, types | own)
-    fields: dict[str, Any] = {name: loaded[section] for section, (name, _) in SECTIONS.items()}
-    return Settings(**fields), cast(IngestConfig, loaded["server.ingest"]), cast(JobsConfig, loaded["server.jobs"])
+    own: dict[str, tuple[str, type[object]]] = {
+        "server.ingest": ("ingest", IngestConfig),
+        "server.jobs": ("jobs", JobsConfig),
+    }
+    said = load_fields(path, {**SECTIONS, **own})
+    ingest, jobs = said.pop("ingest", IngestConfig()), said.pop("jobs", JobsConfig())
+    return Settings(**said), ingest, jobs
 
 
 def address_of(listen: str) -> tuple[str, int]:
@@ -220,6 +217,8 @@ class Serving:
 
     def collect(self) -> Iterator["Family"]:
         """Of all jobs, each family once, and what the server says of itself; in the thread that answers."""
+        from trainwarden.app.exposition import families  # prometheus_client: only for those who are asked
+
         found: dict[str, Family] = {}
         for job in [*self.jobs.open.values()]:
             for family in () if job.server.metrics is None else job.server.metrics.collect():
@@ -228,18 +227,18 @@ class Serving:
                 elif "build_info" not in family.name:
                     found[family.name].samples += family.samples
         yield from found.values()
-        yield from _families(self._own_values())
+        yield from families(self._own_values(), SERVER_METRICS)
 
-    def _own_values(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        yield "server_links", (), len(self.ingest.links)
-        yield "server_jobs", (), len(self.jobs.open)
-        yield "server_queue_bytes", (), sum(size for *_, size in [*self._queue])
+    def _own_values(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        yield ("server_links",), len(self.ingest.links)
+        yield ("server_jobs",), len(self.jobs.open)
+        yield ("server_queue_bytes",), sum(size for *_, size in [*self._queue])
         if self._saved_ns:
-            yield "server_saved_timestamp_seconds", (), self._saved_ns / 1e9
-        yield "server_received_bytes_total", (), self._received
-        yield from (("server_items_total", (fate,), count) for fate, count in [*self.jobs.counts.items()])
+            yield ("server_saved_timestamp_seconds",), self._saved_ns / 1e9
+        yield ("server_received_bytes_total",), self._received
+        yield from ((("server_items_total", fate), count) for fate, count in [*self.jobs.counts.items()])
         for (what, reason), count in [*self.ingest.counts.items()]:
-            yield f"server_{what}_total", (reason,), count
+            yield (f"server_{what}_total", reason), count
 
 
 def _ns(span: timedelta) -> int:
@@ -251,44 +250,15 @@ def _tell(job: Job, began_ns: int, ended_ns: int) -> None:
         return
     from trainwarden.app.metrics import vitals
 
-    no_checkpoints = cast("Publisher", SimpleNamespace(saves=Saves()))  # they lie where the job runs: not known here
-    now = vitals(job.server, no_checkpoints)
-    counts = {key: count for key, count in now.counts.items() if key[0] != "checkpoints_total"}
-    job.server.metrics.turned(began_ns, ended_ns, replace(now, counts=counts))
-
-
-def _families(values: Iterator[tuple[str, tuple[str, ...], float]]) -> Iterator["Family"]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    found: dict[str, dict[tuple[str, ...], float]] = {}
-    for name, labels, value in values:
-        found.setdefault(f"trainwarden_{name}", {})[labels] = value
-    for name, of_labels in found.items():
-        metric = SERVER_METRICS[name]
-        made = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
-        family = made(name, metric.meaning, labels=metric.labels)
-        for labels, value in of_labels.items():
-            family.add_metric(labels, value)
-        yield family
+    # checkpoints lie where the job runs: not known here
+    job.server.metrics.turned(began_ns, ended_ns, vitals(job.server, None))
 
 
 def _serve(serving: Serving, config: MetricsConfig, say: Callable[[str], None]) -> Callable[[], None]:
     """Answer Prometheus; what ends it. Raises ConfigError: a server that cannot be looked at is not started."""
-    from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
-
-    registry = CollectorRegistry()
-    registry.register(serving)
-    ProcessCollector(registry=registry)
-    host, port = config.address
     try:
-        served, thread = start_http_server(port, host, registry)
+        listening = Listening(serving, config)
     except OSError as error:
         raise ConfigError(f"metrics.listen: cannot listen on {config.listen}: {error.strerror or error}") from error
-    say(f"metrics are at http://{host}:{served.server_port}/metrics")
-
-    def close() -> None:
-        served.shutdown()
-        served.server_close()
-        thread.join()
-
-    return close
+    say(f"metrics are at http://{listening.address}/metrics")
+    return listening.close

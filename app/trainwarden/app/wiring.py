@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from trainwarden.alerts.incidents import Incidents, IncidentsConfig
 from trainwarden.alerts.notify.alertmanager import Alertmanager, AlertmanagerConfig
@@ -20,7 +19,7 @@ from trainwarden.app.server import Parts, Server
 from trainwarden.app.store import Fence, Store
 from trainwarden.app.story import Story
 from trainwarden.app.traces import TracesConfig
-from trainwarden.core.config import load
+from trainwarden.core.config import load_fields
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import JobId, Look
 from trainwarden.core.ports import Notifier
@@ -89,11 +88,7 @@ SECTIONS: Mapping[str, tuple[str, type[object]]] = {
 
 def load_settings(path: Path | None) -> Settings:
     """Settings of a file, or the defaults. Raises ConfigError that names the key, the value and what is allowed."""
-    if path is None:
-        return Settings()
-    loaded = load(path, {section: type_ for section, (_, type_) in SECTIONS.items()})
-    fields: dict[str, Any] = {SECTIONS[section][0]: value for section, value in loaded.items()}
-    return Settings(**fields)
+    return Settings(**load_fields(path, SECTIONS))
 
 
 def detectors(settings: Settings) -> Sequence[LineDetector]:

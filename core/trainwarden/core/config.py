@@ -18,7 +18,7 @@ from trainwarden.core.errors import ConfigError
 from trainwarden.core.field_docs import field_docs
 from trainwarden.core.mirror import Problem, build, needs_mapping, section_schema, unknown_key
 
-__all__ = ["field_docs", "load", "schema"]
+__all__ = ["field_docs", "load", "load_fields", "schema"]
 
 T = TypeVar("T")
 
@@ -41,6 +41,17 @@ def load(path: Path, sections: Mapping[str, type[T]]) -> Mapping[str, T]:
     if problems:
         raise ConfigError(_message(path, problems))
     return made
+
+
+def load_fields(path: Path | None, sections: Mapping[str, tuple[str, type[Any]]]) -> dict[str, Any]:
+    """What a file says, by the fields that its sections fill: section -> (field, type); no file, no field.
+
+    Raises ConfigError.
+    """
+    if path is None:
+        return {}
+    loaded = load(path, {section: type_ for section, (_, type_) in sections.items()})
+    return {sections[section][0]: value for section, value in loaded.items()}
 
 
 def schema(sections: Mapping[str, type[Any]]) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """`trainwarden server`: watch the jobs of many nodes."""
 
-import signal
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
+from trainwarden.app.cli.agent import stop_at_signals
 from trainwarden.app.cli.run import say
 from trainwarden.app.folders import state_folder
 from trainwarden.app.serving import ServerConfig, Serving, address_of, load_server_settings
@@ -47,14 +46,8 @@ def server(
         ),
         say,
     )
-    asked: list[int] = []
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, ask)
+    stop = stop_at_signals()
     serving.start()
-    while not asked:
+    while not stop.is_set():
         serving.turn()
     serving.finish()
