@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from tests.fakes.freeze import freeze
 from tests.fakes.runtime import GOALS, Children, ended_after, ladder
 from tests.fakes.supervisor import JOB
 
@@ -101,7 +102,7 @@ def test_a_frozen_supervisor_that_wakes_up_does_nothing_more(folder: Path, monke
     old = life(folder, {"job-0": "before/stopped", "job-1": "never"})
     try:
         until((folder / "job-0-holds").exists)
-        os.kill(old.pid, signal.SIGSTOP)
+        freeze(old.pid, folder / "journal.sqlite")
         let_the_lease_run_out(folder)
         lived(folder)
         effects = Children(folder).effects

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from tests.end_to_end import light
 from tests.end_to_end.running import CLI, TORCHRUN, TRAIN, Running
+from tests.fakes.freeze import freeze, stopped
 
 from trainwarden.core.model import Event
-from trainwarden.core.process import alive, read_stat
+from trainwarden.core.process import alive
 from trainwarden.core.records import attempt_of
 from trainwarden.remediation.checkpoints.folder import order_of
 
@@ -50,12 +51,6 @@ def policy(mode: str = "act", *, plans: int = 3, failed: int = 2, approval: str 
 
 def kill_rank(running: Running, rank: int = 1, attempt: int = 1) -> None:
     os.kill(running.rank(rank, attempt).pid, signal.SIGKILL)
-
-
-def stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal, which takes it a moment."""
-    now = read_stat(pid)
-    return now is not None and now.state == "T"
 
 
 def last_words(running: Running, attempt: int) -> str:
@@ -136,7 +131,7 @@ def test_a_frozen_supervisor_that_wakes_up_after_the_take_over_does_nothing_more
     until_published(running)
     first = running.supervisor
     kill_rank(running)
-    first.send_signal(signal.SIGSTOP)  # in the midst of deciding: what it has begun is the second one's to finish
+    freeze(first.pid, running.path / "journal.sqlite")  # what it has begun is the second one's to finish
     time.sleep(5.2)  # its lease
     second = running.supervisor = running.start()
     running.until("steps of the second attempt", lambda: running.attempts() == [1, 2] and running.step(2) > 0, 30)
