@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-BENCHMARKS := in_loop real_loop watching kernel_log ingest dumps
+BENCHMARKS := in_loop real_loop watching device agent kernel_log ingest dumps
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check lint format types imports size bench chaos fuzz docs dashboards constraints clean
@@ -63,8 +63,9 @@ bench: $(STAMP) ## what it costs: in one rank, in a real loop, beside it (all ar
 chaos: $(STAMP) ## the slow faults: frozen owners, ranks that wake up too late, breakers, people who do not approve
 	$(BIN)/python -m pytest -m slow --timeout=180 tests $(ARGS)
 
-fuzz: $(STAMP) ## the property tests with 10,000 random examples each
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m hypothesis --timeout=7200 tests $(ARGS)
+FUZZ ?= tests
+fuzz: $(STAMP) ## the property tests with 10,000 random examples each (hours; a part: FUZZ=tests/collectors)
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m hypothesis --timeout=7200 --hypothesis-show-statistics $(FUZZ) $(ARGS)
 
 docs: $(STAMP) ## write docs/metrics.md and docs/signals.md from their tables
 	$(BIN)/python .ci/metrics.py

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainwarden.app.readings import AGENT_METRICS, LABELS
+from trainwarden.app.readings import LABELS
 from trainwarden.core.readings import READINGS
 from trainwarden.core.signals import SIGNALS
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "signals.md"
 HEAD = """# Signals
 
 Every number that is measured: by ranks, and by the agent of a node. Written by `make docs` from `core/signals.py`,
-`core/readings.py` and `app/readings.py`. What `trainwarden run` shows beside these is in [metrics.md](metrics.md).
+`core/readings.py` and `app/readings.py`. What run, server and agent show beside these is in [metrics.md](metrics.md).
 
 What cannot be read has no series: it is never zero, and a value that its source has not told again within three of its
 periods is gone. What each source needs to be allowed is in [privileges.md](privileges.md). Counters are shown as they
@@ -41,15 +41,6 @@ name; `uuid` the GPU's; `gpu` its index; `link` a port (`mlx5_0/1`) or an NVLink
 |---|---|---|---|---|---|---|
 """
 
-OWN = """
-## Of the agent
-
-At most 20 series a node, beside one a source.
-
-| metric | kind | labels | what it says |
-|---|---|---|---|
-"""
-
 
 def page() -> str:
     """All of it."""
@@ -65,9 +56,7 @@ def page() -> str:
         )
         for one in READINGS.values()
     )
-    own = ((f"`{one.name}`", one.type, _labels(one.labels), one.meaning) for one in AGENT_METRICS.values())
-    parts = ((RANKS, ranks), (NODES, nodes), (OWN, own))
-    return HEAD + "".join(head + _rows(rows) for head, rows in parts)
+    return HEAD + RANKS + _rows(ranks) + NODES + _rows(nodes)
 
 
 def _labels(names: Iterable[str]) -> str:

@@ -19,12 +19,13 @@ TOLD = ("tests", "examples", "benchmarks")
 FILE_LINES = 400
 FUNCTION_LINES = 80
 FUNCTION_LINES_LISTED = 50
-BUDGET_CODE_LINES = 26_000
+BUDGET_CODE_LINES = 28_000
 """Lines of code of all components, beyond the walking skeleton (see, say, repair, show). Raised from
-7000 when seeing and saying stood at 9000, again when repairing stood at 12,900, and again for showing (metrics, traces,
-dashboard, rules, report: 3300), and then for what a cluster says (drivers, kernel log, links, dumps, the wire): a third
-of it is what a fault of ours must not break (hostile and torn files refused by name, snapshots for a supervisor that is
-replaced, a journal that cannot be written)."""
+7000 when seeing and saying stood at 9000, again when repairing stood at 12,900, again for showing (metrics, traces,
+dashboard, rules, report: 3300), and twice for what a cluster says (drivers, kernel log, links, dumps, the wire: 7000;
+values of a device, fault domains, POSTs, OTLP, looks, a budget of our own cost: 3500). A third of it is what a fault of
+ours must not break (hostile and torn files refused by name, snapshots for a supervisor that is replaced, a journal that
+cannot be written)."""
 
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

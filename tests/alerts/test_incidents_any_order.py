@@ -136,7 +136,7 @@ REACHABLE: dict[str, set[str]] = {
 """One stimulus may take two steps, as from confirmed over mitigating to recovering."""
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(stimuli)
 def test_no_order_of_stimuli_makes_an_illegal_state(story: list[Stimulus]) -> None:
     newest: dict[str, Incident] = {}
@@ -150,7 +150,7 @@ def test_no_order_of_stimuli_makes_an_illegal_state(story: list[Stimulus]) -> No
         newest[one.id] = one
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(stimuli)
 def test_each_channel_hears_a_story_that_makes_sense(story: list[Stimulus]) -> None:
     machine, open_for, keys = Incidents(), dict[tuple[str, str], bool](), set[str]()
@@ -168,7 +168,7 @@ def test_each_channel_hears_a_story_that_makes_sense(story: list[Stimulus]) -> N
             assert one.change != "opened" or certain, "a mere suspicion of slowness is not said"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(stimuli)
 def test_a_tick_when_due_leaves_nothing_due(story: list[Stimulus]) -> None:
     machine = Incidents()
@@ -180,13 +180,13 @@ def test_a_tick_when_due_leaves_nothing_due(story: list[Stimulus]) -> None:
         assert later_ns is None or later_ns > due_ns
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(stimuli)
 def test_a_replay_says_the_same(story: list[Stimulus]) -> None:
     assert as_text(all_said(Incidents(), story)) == as_text(all_said(Incidents(), story))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(stimuli, st.integers(0, 50))
 def test_a_snapshot_changes_nothing(story: list[Stimulus], cut: int) -> None:
     story = [loads(dumps(one)) for one in story]  # type: ignore[misc]  # loads gives back the stimulus

@@ -141,6 +141,8 @@ def everything(shown: Shown) -> Shown:
         ("notices_total", "jsonl", "taken"): 2,
         ("checkpoints_total", "published"): 2,
         ("recording_lost_items_total",): 0,
+        ("otlp_spans_total", "taken"): 2,
+        ("otlp_pushes_total", "failed"): 1,
     }
     saves = Saves(pending=1, published=2, last_step=60, times_ns=(START_NS, START_NS + 30 * 10**9))
     return shown.turn().turn(counts=counts, saves=saves, own_work=own_work, plans_running=1)

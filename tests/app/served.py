@@ -15,6 +15,7 @@ from trainwarden.core.auth import hashed
 from trainwarden.core.model import Epoch, Event, Frame, JobId, Subject
 from trainwarden.core.records import FEATURES, epoch_of
 from trainwarden.core.schemas import STEP
+from trainwarden.core.wire import Asked
 
 T = TypeVar("T")
 EPOCH = Epoch(epoch_of(1, 0, 0))
@@ -42,13 +43,15 @@ def tokens_file(folder: Path, *, agents: Iterable[str] = ("n0", "n1"), jobs: Ite
     return file
 
 
-def uplink(folder: Path, server: str, node: str = "n0", **more: Any) -> Uplink:
+def uplink(
+    folder: Path, server: str, node: str = "n0", *, on_look: Callable[[Asked], None] | None = None, **more: Any
+) -> Uplink:
     """One agent's sending side."""
     token = folder / f"token-{node}"
     if not token.exists():
         token.write_text(f"secret-{node}\n")
     settings: dict[str, Any] = {"tls": False, "backoff_max_s": 0.2, **more}
-    return Uplink(UplinkConfig(server=server, token=f"file:{token}", **settings), node)
+    return Uplink(UplinkConfig(server=server, token=f"file:{token}", **settings), node, on_look)
 
 
 class Node:

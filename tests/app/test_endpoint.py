@@ -7,14 +7,18 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from tests.app.metrics_world import Scrape, Shown, asked, everything
+from tests.app.otlp_world import points
 from tests.detectors.world import JOB, START_NS
 from tests.end_to_end.running import Running
+from tests.fakes.web import Web, serving
 from tests.remediation.plan_world import incident
 
 from trainwarden.app.endpoint import TARGETS, Endpoint, MetricsConfig, open_endpoint
@@ -143,7 +147,8 @@ def test_scrapes_and_the_main_loop_do_not_disturb_each_other(served: Shown) -> N
 def test_without_metrics_their_library_is_not_loaded() -> None:
     code = "import sys, trainwarden.app.cli.run, trainwarden.app.run; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50).stdout
-    assert {"prometheus_client", "trainwarden.app.metrics"} & set(loaded.split()) == set()
+    heavy = {"prometheus_client", "trainwarden.app.metrics", "opentelemetry", "trainwarden.app.otlp_metrics"}
+    assert heavy & set(loaded.split()) == set()
 
 
 LIGHT = (sys.executable, str(Path(__file__).parents[1] / "end_to_end" / "light.py"), "--steps", "2000")
@@ -154,7 +159,11 @@ def test_a_run_is_shown_through_a_death_of_its_supervisor(tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     listen = f"127.0.0.1:{port}"
-    running = Running(tmp_path, str(JOB), *LIGHT, "--nan-at", "20", more=["--metrics", listen])
+    receiver = contextlib.ExitStack()
+    web = receiver.enter_context(serving())
+    otlp = f"otlp_endpoint: {web.url}"
+    config = f"metrics: {{{otlp}, otlp_period: 1s}}\ntraces: {{{otlp}, steps: 10}}\n"
+    running = Running(tmp_path, str(JOB), *LIGHT, "--nan-at", "20", config=config, more=["--metrics", listen])
 
     def seen(what: str, least: float, **labels: str) -> Scrape:
         def found() -> Scrape | None:
@@ -192,5 +201,26 @@ def test_a_run_is_shown_through_a_death_of_its_supervisor(tmp_path: Path) -> Non
         running.supervisor.send_signal(signal.SIGINT)
         running.wait()
         assert not (running.state / TARGETS / f"{JOB}.json").exists()
+        _a_receiver_of_otlp_had_it_too(web)
     finally:
         running.end()
+        receiver.close()
+
+
+def _a_receiver_of_otlp_had_it_too(web: Web) -> None:
+    pages = [points(asked) for asked in web.asked if asked.path == "/v1/metrics"]
+    steps = ("trainwarden_steps_total", frozenset({("job_id", str(JOB)), ("kind", "new")}))
+    told = [page[steps] for page in pages if steps in page]
+    assert len(told) >= 2
+    assert len({one.start_ns for one in told}) == 1, "through the death of the supervisor"
+    assert [one.value for one in told] == sorted(one.value for one in told)
+    bodies = [ExportTraceServiceRequest.FromString(asked.body) for asked in web.asked if asked.path == "/v1/traces"]
+    spans = [
+        span for body in bodies for one in body.resource_spans for scope in one.scope_spans for span in scope.spans
+    ]
+    roots = [span for span in spans if span.name == "step"]
+    assert roots, "one of ten steps, and those around the step that was no number"
+    assert all(0 < span.end_time_unix_nano - span.start_time_unix_nano < 60 * 10**9 for span in roots)
+    assert all(abs(span.end_time_unix_nano / 1e9 - time.time()) < 600 for span in roots)
+    assert {"rank 0", "rank 1"} & {span.name for span in spans}
+    assert any("trainwarden.incident_id" in {pair.key for pair in span.attributes} for span in roots)

@@ -17,9 +17,11 @@ import pytest
 from tests.app.served import EPOCH, Node, step_frame, tokens_file, until, uplink
 
 from trainwarden.app import jobs as jobs_module
+from trainwarden.app.buffer import Buffer
 from trainwarden.app.ingest import Ingest, IngestConfig, Link
-from trainwarden.app.jobs import Behind, Job, Jobs, JobsConfig
-from trainwarden.app.uplink import Uplink, UplinkConfig, _Buffer
+from trainwarden.app.jobs import Job, Jobs, JobsConfig
+from trainwarden.app.tries import Behind
+from trainwarden.app.uplink import Uplink, UplinkConfig
 from trainwarden.app.wiring import Settings
 from trainwarden.core.auth import TlsFiles, read_tokens
 from trainwarden.core.errors import ConfigError, DeliveryError
@@ -155,7 +157,7 @@ def test_a_server_that_does_not_read_costs_frames_and_never_the_caller(tmp_path:
 
 
 def test_frames_go_before_events_and_oldest_first() -> None:
-    buffer = _Buffer(100)
+    buffer = Buffer(100)
     gone = [buffer.add(bytes(30), is_frame=kind == "f") for kind in "effe"]
     assert gone == [[], [], [], ["dropped_frames"]]
     assert [held.number for held in buffer.take(10_000)] == [1, 3, 4]
@@ -165,7 +167,7 @@ def test_frames_go_before_events_and_oldest_first() -> None:
 
 
 def test_what_was_sent_is_sent_again_in_its_order() -> None:
-    buffer = _Buffer(1000)
+    buffer = Buffer(1000)
     for kind in "feffe":
         buffer.add(b"x", is_frame=kind == "f")
     assert [held.number for held in buffer.take(3)] == [1, 2, 3]
@@ -324,7 +326,7 @@ def test_plain_text_stays_on_the_host(tmp_path: Path) -> None:
     ingest = Ingest(IngestConfig(), read_tokens(tokens_file(tmp_path)), lambda *_: None, print, None)
     with pytest.raises(ConfigError, match="--cert and --key"):
         ingest.start("0.0.0.0", 0)
-    ingest._loop.close()
+    ingest.loop.close()
 
 
 # jobs
@@ -391,7 +393,8 @@ def test_a_job_that_cannot_be_opened_is_said_once_and_costs_no_other(
     jobs: tuple[Jobs, list[str]], tmp_path: Path
 ) -> None:
     all_, said = jobs
-    owner = Job(Settings(), tmp_path / "state", JobId("owned"), print, ThreadPoolExecutor(1), Counter(), time.time_ns())
+    state, pool, made = tmp_path / "state", ThreadPoolExecutor(1), all_._asking
+    owner = Job(Settings(), state, JobId("owned"), print, pool, Counter(), time.time_ns(), made)
     now_ns = time.time_ns()
     for name in ("../evil", "owned", "a", "b", "c", "d"):
         for step in (1, 2):
@@ -402,7 +405,7 @@ def test_a_job_that_cannot_be_opened_is_said_once_and_costs_no_other(
     assert "3 jobs are open" in said[2]
     assert all_.counts["not_open"] == 6
     owner.close(ended=False)
-    owner._outlets.close(None)
+    owner.outlets.close(None)
 
 
 def test_a_job_that_fails_by_our_own_fault_is_set_aside(

@@ -41,6 +41,8 @@ class Seen:
     """What polls gave."""
 
     events: list[Event] = field(default_factory=list)
+    domains: list[Event] = field(default_factory=list)
+    """What the node shares with others: a matter of its own."""
     readings: dict[str, dict[str, float]] = field(default_factory=dict)
     """Subject -> signal -> value, the last one."""
     times_ns: set[int] = field(default_factory=set)
@@ -48,7 +50,7 @@ class Seen:
     def add(self, items: Iterable[Frame | Event]) -> None:
         for item in items:
             if isinstance(item, Event):
-                self.events.append(item)
+                (self.domains if item.kind == "node.domains" else self.events).append(item)
                 continue
             for subject, signal, _, t_ns, value in item.rows.tolist():
                 self.readings.setdefault(item.names[subject], {})[item.names[signal]] = value

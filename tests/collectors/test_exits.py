@@ -52,7 +52,7 @@ def test_deaths_come_in_their_order_with_their_signals(watch: ExitWatch) -> None
 
 
 def test_a_child_of_somebody_else_tells_its_exit_code(watch: ExitWatch) -> None:
-    shell, _ = start("sh", "-c", "(sleep 0.3; exit 7) & echo $!; wait; sleep 5")
+    shell, _ = start("sh", "-c", "(sleep 0.3; exit 7) & echo $!; wait; exec sleep 5")
     assert shell.stdout is not None
     process = identify(int(shell.stdout.readline()))
     assert process is not None

@@ -130,6 +130,35 @@ def test_eight_gpus_are_found_with_where_they_sit(node: NvmlWorld) -> None:
     assert all(t_ns <= node.now_ns for t_ns in seen.times_ns)
 
 
+FABRIC = {"fabric_state": 3, "fabric_cluster": 0xAB, "fabric_clique": 7}
+NVLINK = "abababab-abab-abab-abab-abababababab.7"
+SHARED = {"driver": "450.80.02", "gpu": "NVIDIA Fake 80GB"}
+
+
+def test_a_gpu_without_a_domain_of_several_nodes_has_none(node: NvmlWorld) -> None:
+    node.set(FABRIC | {"count": 6, "fabric_clique.5": 8})
+    node.set({"fabric_cluster.1": 0, "fabric_state.2": 2, "fabric_status.3": UNKNOWN})
+    node.set({"nvmlDeviceGetGpuFabricInfoV.4": 13})  # FUNCTION_NOT_FOUND: an older driver
+    (event,) = node.round().domains
+    assert (str(event.subject), event.source) == ("node:n1", "nvml@n1")
+    each = {"nvlink.0": NVLINK, "nvlink.5": NVLINK.replace(".7", ".8")}
+    assert event.data == {"from": "nvml", "domains": SHARED | each}, "and where GPUs differ each has its own"
+
+
+def test_a_fabric_that_is_up_later_is_told_then_and_stays_through_a_failure(node: NvmlWorld) -> None:
+    node.set({**FABRIC, "fabric_state": 1, "links": 1})
+    assert [event.data["domains"] for event in node.round().domains] == [SHARED]
+    node.set(fabric_state=3)
+    assert node.round().domains == [], "asked again in a slow pass"
+    assert [event.data["domains"] for event in node.round(15.0).domains] == [SHARED | {"nvlink": NVLINK}]
+    node.set({"nvmlDeviceGetGpuFabricInfoV.1": UNKNOWN})
+    assert node.round(15.0).domains == []
+    node.set({"nvmlDeviceGetGpuFabricInfoV.1": GPU_IS_LOST})
+    seen = node.round(15.0)
+    assert "device.lost GPU-1" in seen.subjects()
+    assert seen.domains == []
+
+
 def test_fast_signals_come_each_second_and_slow_ones_rarely(node: NvmlWorld) -> None:
     node.round()
     node.set({"temperature0.1": 83, "power_limit.1": 500_000})

@@ -96,6 +96,7 @@ def test_the_launcher_s_end_brings_its_failure_table(processes: Processes, tmp_p
 
 def test_the_pidfd_tells_when_keeper_and_launcher_are_both_gone(processes: Processes) -> None:
     child, process = sleeper()
+    processes.UNSEEN_NS = 50_000_000
     processes.watch_launcher(process)
     child.send_signal(signal.SIGKILL)
     (event,) = poll(processes, "process.exit")

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fakes.web import Web, serving
 
-from trainwarden.collectors.prometheus_text import BODY_MAX_BYTES, SAMPLES_MAX, Answer, Sample, Scraper, parse
+from trainwarden.collectors.prometheus_text import BODY_MAX_BYTES, SAMPLES_MAX, Answer, Sample, parse, scrape
 
 DEADLINE_S = 20.0
 
@@ -155,43 +155,21 @@ def test_no_line_takes_for_ever(line: bytes) -> None:
     assert time.process_time() - began_s < 5.0, "about 0.1 s where each character is looked at a few times"
 
 
-def taken(scraper: Scraper) -> Answer | str:
-    until_s = time.monotonic() + DEADLINE_S
-    while (said := scraper.take()) is None:
-        assert time.monotonic() < until_s, "nothing was fetched"
-        time.sleep(0.005)
-    return said
-
-
-def test_what_is_fetched_is_told_once(web: Web) -> None:
+def test_what_is_fetched_is_told(web: Web) -> None:
     web.body = b"up 1\n"
-    scraper = Scraper(web.url, 5.0, lambda: 7)
-    assert scraper.take() is None
-    scraper.start()
-    answer = taken(scraper)
+    answer = scrape(web.url, 5.0, lambda: 7)
     assert isinstance(answer, Answer)
     assert (answer.place, answer.t_ns, answer.parsed.samples) == (web.url, 7, (Sample("up", {}, 1.0, True),))
-    assert scraper.take() is None
-    scraper.close()
-    scraper.start()
-    assert scraper.take() is None, "closed: nothing is fetched any more"
     assert len(web.asked) == 1
 
 
-def test_a_server_that_hangs_holds_nobody_up_and_is_asked_once(web: Web) -> None:
+def test_a_server_that_hangs_is_left_at_the_deadline(web: Web) -> None:
     go_on = threading.Event()
     web.before = lambda: [go_on.wait(DEADLINE_S)].clear()
-    scraper = Scraper(web.url, 1.0, lambda: 7)
-    began_s = time.monotonic()
     try:
-        for _ in range(50):
-            scraper.start()
-            assert scraper.take() is None or time.monotonic() - began_s > 0.9
-        assert taken(scraper) == f"{web.url}: no answer within 1 s"
-        scraper.close()
+        assert scrape(web.url, 0.3, lambda: 7) == f"{web.url}: no answer within 0.3 s"
     finally:
         go_on.set()
-    assert len(web.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -203,15 +181,9 @@ def test_a_server_that_hangs_holds_nobody_up_and_is_asked_once(web: Web) -> None
     ],
 )
 def test_why_nothing_was_fetched_is_said_without_secrets(url: str, why: str) -> None:
-    scraper = Scraper(url, 5.0, lambda: 7)
-    scraper.start()
-    assert taken(scraper) == why
-    scraper.close()
+    assert scrape(url, 5.0, lambda: 7) == why
 
 
 def test_an_answer_that_never_ends_is_refused(web: Web) -> None:
     web.body = b"a 1\n" * (BODY_MAX_BYTES // 4 + 1)
-    scraper = Scraper(web.url, 5.0, lambda: 7)
-    scraper.start()
-    assert taken(scraper) == f"{web.url}: answered more than {BODY_MAX_BYTES} bytes"
-    scraper.close()
+    assert scrape(web.url, 5.0, lambda: 7) == f"{web.url}: answered more than {BODY_MAX_BYTES} bytes"

@@ -84,7 +84,7 @@ def test_the_public_names() -> None:
     phases |= {"OPTIMIZER", "OTHER", "WAIT"}
     values = {"LOSS", "GRAD_NORM", "LEARNING_RATE"}
     types = {"Agree", "Feature", "Phase", "Rank", "Request", "Scope", "Side"}
-    assert set(tw.__all__) == phases | values | types | {"attach", "watch"}
+    assert set(tw.__all__) == phases | values | types | {"attach", "watch", "watch_gradients"}
     assert all(hasattr(tw, name) for name in tw.__all__)
     public = {name for name in dir(tw.Rank) if not name.startswith("_")}
     calls = {"begin", "mark", "value", "end", "span", "phase", "note", "side", "close", "let_go", "committed"}

@@ -87,11 +87,11 @@ def errors(world: World) -> dict[str, int]:
     return {name: int(count) for name, count in zip(records.COUNTERS, counters, strict=True) if count}
 
 
-def device_tensor() -> object:
-    """Whatever is done with it waits for the device: nothing may be done with it."""
+def device_tensor(kind: str = "xpu") -> object:
+    """Whatever is done with it waits for the device: nothing may be done with it. (CUDA: test_rank_pending.py.)"""
 
     class Tensor:
-        device = type("device", (), {"type": "cuda"})()
+        device = type("device", (), {"type": kind})()
         shape = ()
 
         def wait(self, *_: object) -> Any:
@@ -104,7 +104,8 @@ def device_tensor() -> object:
 
 
 def distributed_tensor() -> object:
-    return type("DTensor", (), {"device": "cpu", "placements": (), "item": lambda self: 1 / 0})()
+    part = type("Partial", (), {"is_partial": lambda self: True})()
+    return type("DTensor", (), {"device": "cpu", "placements": (part,), "item": lambda self: 1 / 0})()
 
 
 @pytest.mark.parametrize(
@@ -128,8 +129,9 @@ def distributed_tensor() -> object:
             lambda w: w.value(LOSS, device_tensor()), {"device_tensors_refused": 1}, id="a tensor on a device"
         ),
         pytest.param(
-            lambda w: w.mark(FORWARD, tokens=device_tensor()), {"device_tensors_refused": 1}, id="tokens there"
+            lambda w: w.mark(FORWARD, tokens=device_tensor("cuda")), {"device_tensors_refused": 1}, id="tokens on CUDA"
         ),
+        pytest.param(lambda w: w.note("n", device_tensor("cuda")), {"device_tensors_refused": 1}, id="a note on CUDA"),
         pytest.param(lambda w: w.value(LOSS, distributed_tensor()), {"device_tensors_refused": 1}, id="distributed"),
         pytest.param(lambda w: w.note("x" * 60), {"names_dropped": 1}, id="a name too long"),
         pytest.param(lambda w: [w.note(f"n{i}") for i in range(250)], {"names_dropped": 7}, id="too many names"),

@@ -49,7 +49,7 @@ def test_the_names_begin_with_the_phases_and_end_when_the_table_is_full(world: W
     assert given.count(None) == len(records.PHASES)
     assert ring.name_id("x" * 49) is None
     assert ring.name_id("name 3") == given[3]
-    counters = struct.unpack_from("<4Q", ring.view, records.COUNTERS_OFFSET)
+    counters = struct.unpack_from(f"<{len(records.COUNTERS)}Q", ring.view, records.COUNTERS_OFFSET)
     assert dict(zip(records.COUNTERS, counters, strict=True))["names_dropped"] == len(records.PHASES) + 1
     ring.close()
 

@@ -150,6 +150,7 @@ def spoilt_hello(**changed: Any) -> str:
         pytest.param(spoilt_hello(rank=0), "not those of its name", id="another rank"),
         pytest.param(spoilt_hello(world_size=1), "world_size", id="a rank beyond the world"),
         pytest.param(spoilt_hello(pid="7"), "pid: expected a whole number, got '7'", id="text for a number"),
+        pytest.param(spoilt_hello(pid=1 << 31), "no process has number 2147483648", id="a number no process has"),
         pytest.param(spoilt_hello(pid=True), "pid: expected a whole number", id="true for a number"),
         pytest.param(spoilt_hello(start_time=-1), "start_time: expected", id="negative"),
         pytest.param(spoilt_hello(node=3), "node: expected text", id="a number for text"),
@@ -187,7 +188,7 @@ def test_a_tenant_who_breaks_things_all_the_time_is_not_heard_for_ever(world: Wo
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=100)
 def test_no_bytes_whatever_get_the_reader_into_trouble(data: st.DataObject) -> None:
     """Random bytes anywhere behind the header, between the looks too: no exception, no warning, no half row."""
     details = records.DETAILS_OFFSET
@@ -235,7 +236,7 @@ def check_rows(frame: Frame, path: Path) -> None:
 
 
 @given(at=st.integers(0, records.HEADER.size - 1), noise=st.binary(min_size=1, max_size=24))
-@settings(max_examples=60)
+@settings(max_examples=100)
 def test_no_header_whatever_gets_the_reader_into_trouble(at: int, noise: bytes) -> None:
     with a_world() as world:
         w, source = world.attach(), world.source()

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -111,3 +111,22 @@ def test_a_process_that_is_no_rank_is_not_signalled(sleeper: ProcessId, tmp_path
         "faulthandler: the rank does not answer the signal",
     )
     assert alive(sleeper)
+
+
+@pytest.mark.parametrize("spoil", [lambda file, secret: file.symlink_to(secret), lambda file, secret: os.mkfifo(file)])
+def test_what_a_tenant_puts_in_the_place_of_his_stacks_is_not_read(
+    spoil: Callable[[Path, Path], None], sleeper: ProcessId, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text('Current thread 0x1:\n  File "secret", line 1 in secret\n')
+    spoil(stack_file(tmp_path, sleeper.pid), tmp_path / "secret")
+    frames, why = stacks._asked_stack(sleeper, stack_file(tmp_path, sleeper.pid))
+    assert frames == []
+    assert why.startswith("faulthandler: ")
+    assert "does not answer" not in why
+
+
+def test_names_without_end_are_cut() -> None:
+    long = "f" * 10_000
+    told = f'[{{"thread_name": "MainThread", "frames": [{{"name": "{long}", "filename": "t.py", "line": 3}}]}}]'
+    asked = f'Current thread 0x1 (most recent call first):\n  File "t.py", line 3 in {long}\n'
+    assert [len(frame) for frame in (*parse_dump(told, 1)[0], *stacks.parse_faulthandler(asked))] == [500, 500]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwarden.collectors.torchrun import parse_failures, read_error_file, read_failures
@@ -73,6 +73,7 @@ def test_an_unreadable_error_file_is_none(tmp_path: Path, content: str) -> None:
     assert read_error_file(tmp_path / "error.json") is None
 
 
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from([*TABLE.splitlines(), "noise", "", "  rank : 99999999999999999999"]), max_size=60))
 def test_shuffled_lines_never_raise(lines: list[str]) -> None:
     failures, _ = parse_failures("\n".join(lines))

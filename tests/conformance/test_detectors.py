@@ -33,7 +33,7 @@ class Whole(Detector, Stateful, Protocol):
 
 
 DETECTORS: tuple[Callable[[], Whole], ...] = (Death, Hang, NonFinite, Straggler)
-ITEMS = 20_000
+ITEMS = 10_000
 GROWTH_BYTES = 16_384
 """What may come and go: an open finding, a dozen stacks, quantiles that are cached. A leak of one object an item would
 be a hundred times that."""

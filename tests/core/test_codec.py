@@ -68,7 +68,7 @@ EVENT = Event(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(get_args(Thing)).flatmap(things))
 def test_a_round_trip_gives_the_same(thing: Thing) -> None:
     text = dumps(thing)

@@ -35,6 +35,14 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherRule(Rule):
+    """One more."""
+
+    again: int = 1
+    """How often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HangConfig:
     """When silence is a hang."""
 
@@ -215,6 +223,10 @@ def test_the_schema_tells_types_defaults_and_docs() -> None:
 def test_field_docs_are_the_texts_below_the_fields() -> None:
     assert field_docs(Rule) == {"name": "What it is called.", "after": "How long it waits."}
     assert field_docs(int) == {}
+
+
+def test_field_docs_are_inherited() -> None:
+    assert field_docs(FurtherRule) == {**field_docs(Rule), "again": "How often."}
 
 
 def test_every_step_setting_is_documented() -> None:

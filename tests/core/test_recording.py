@@ -210,7 +210,7 @@ def test_an_item_that_cannot_be_written_is_counted(tmp_path: Path) -> None:
     assert list(read(tmp_path)) == [tick(1), tick(2)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_damaged_files_raise_nothing(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     directory = tmp_path_factory.mktemp("recording")

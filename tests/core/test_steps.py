@@ -198,12 +198,30 @@ def test_rule_3_an_epoch_is_told_by_any_frame() -> None:
 
 
 def test_rule_3_the_topology_stands_when_all_said_hello() -> None:
-    assembler = StepAssembler(JOB, StepsConfig(), {"n0": {"rack": "r3"}})
-    assert feed(assembler, *hellos()[:3], Tick(seen_ns=ns(59))) == []
+    assembler = StepAssembler(JOB, StepsConfig())
+    assert feed(assembler, domains("r3", 0), *hellos()[:3], Tick(seen_ns=ns(59))) == []
     (topology,) = feed(assembler, *hellos(at_s=59.1)[3:], Tick(seen_ns=ns(59.2)))
     assert isinstance(topology, Topology)
     assert topology.device_R == ("n0:0", "n0:1", "n0:2", "n0:3")
     assert topology.domains == {"n0": {"rack": "r3"}}
+
+
+def domains(rack: str, at_s: float, source: str = "site@n0") -> Event:
+    told = event("node.domains", at_s, {"from": "site", "domains": {"rack": rack}})
+    return replace(told, subject=Subject(kind="node", id="n0"), source=source)
+
+
+def test_rule_3_a_topology_keeps_the_fault_domains_that_it_began_with() -> None:
+    assembler = StepAssembler(JOB, StepsConfig())
+    (first,) = feed(assembler, *hellos(), domains("r1", 0), Tick(seen_ns=ns(1)))
+    assert feed(assembler, domains("r2", 2), domains("r3", 2, "site@n9"), domains("r2", 3), Tick(seen_ns=ns(4))) == []
+    (matrix,) = [*feed(assembler, step(1, ALL, 5)), *wait(assembler, 6)]
+    (second,) = [*feed(assembler, *hellos(at_s=7, epoch=SECOND)), *wait(assembler, 8)]
+    assert isinstance(first, Topology)
+    assert isinstance(matrix, StepMatrix)
+    assert isinstance(second, Topology)
+    assert [one.domains["n0"]["rack"] for one in (first, matrix.topology, second)] == ["r1", "r1", "r2"]
+    assert (assembler.counters.late_domains, assembler.counters.bad_events) == (1, 1)
 
 
 def test_rule_3_the_topology_stands_after_60_s_without_the_silent() -> None:

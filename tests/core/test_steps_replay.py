@@ -48,6 +48,11 @@ def hello_of(rank: int, epoch: Epoch) -> Event:
     return event_of("hello", epoch, data)
 
 
+def domains_of(node: str, by: str, **told: Json) -> Event:
+    event = event_of("node.domains", EPOCHS[0], {"from": by, "domains": told})
+    return replace(event, subject=Subject(kind="node", id=node), source=f"{by}@{node}")
+
+
 HELLOS: Instant = [hello_of(rank, EPOCHS[0]) for rank in range(WORLD)]
 STEP_NUMBERS = st.sampled_from([1, 1, 2, 2, 3, 3, 4, 5, 6, 9, 30, 45, 46, 47, 48, 5000, -1])
 RANKS = st.sampled_from([0, 0, 1, 1, 2, 2, 3, 3, WORLD, -1])
@@ -87,6 +92,9 @@ EVENTS = st.one_of(
     st.builds(hello_of, st.integers(0, WORLD - 1), st.sampled_from(EPOCHS)),
     st.sampled_from([event_of("membership", EPOCHS[0], {"ranks": ranks}) for ranks in ([0, 1], [0, 1, 2, 3], [9])]),
     st.sampled_from([event_of("attempt.ended", EPOCHS[0], {"attempt": attempt}) for attempt in (0, 1)]),
+    st.builds(
+        domains_of, st.sampled_from(["n0", "n1"]), st.sampled_from(["site", "slurm"]), rack=st.sampled_from("ab")
+    ),
 )
 FRAMES = st.one_of(step_frames(), calm_frames(), calm_frames(), span_frames())
 GAPS_NS = st.sampled_from([1, 1000, 10**8, 2 * 10**8, 10**9, 3 * 10**9])
@@ -159,13 +167,13 @@ def stored(state: State) -> State:
 
 def plain(out: Topology | StepMatrix) -> tuple[object, ...]:
     if isinstance(out, Topology):
-        return out.epoch, out.device_R, out.node_R.tobytes(), out.coords_RP.tobytes()
+        return out.epoch, out.device_R, out.node_R.tobytes(), out.coords_RP.tobytes(), out.domains
     micro = None if out.micro_MKR is None else (out.micro_MKR.shape, out.micro_MKR.tobytes())
     arrays = (out.values_FR.tobytes(), out.seen_R.tobytes(), out.flags_R.tobytes(), micro)
-    return out.topology.epoch, out.step, out.batch, out.seen_ns, out.partial, *arrays
+    return out.topology.epoch, out.topology.domains, out.step, out.batch, out.seen_ns, out.partial, *arrays
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_rule_10_the_cut_into_frames_does_not_matter(data: st.DataObject) -> None:
     instants = data.draw(recordings())
@@ -173,7 +181,7 @@ def test_rule_10_the_cut_into_frames_does_not_matter(data: st.DataObject) -> Non
     assert played(other) == played(instants)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_rule_10_a_break_does_not_matter(data: st.DataObject) -> None:
     instants = data.draw(recordings())
@@ -183,7 +191,7 @@ def test_rule_10_a_break_does_not_matter(data: st.DataObject) -> None:
 
 def eventful() -> list[Instant]:
     """A recording in which all that an assembler remembers matters later on."""
-    instants: list[Instant] = [HELLOS]
+    instants: list[Instant] = [[domains_of("n0", "slurm", rack="a"), *HELLOS]]
 
     def at(now_ns: int, *items: Item) -> None:
         instants.append([replace(item, seen_ns=now_ns) for item in items])
@@ -195,7 +203,7 @@ def eventful() -> list[Instant]:
 
     second = 10**9
     for number in range(3):  # teaches a grace of 1.2 s
-        at((10 * number + 1) * second, steps(number, 0, 1))
+        at((10 * number + 1) * second, steps(number, 0, 1), domains_of("n0", "site", rack=f"{number}"))
         at((10 * number + 1) * second + 3 * 10**8, steps(number, 2, 3))
     micro = np.zeros(1, DTYPES["span"])
     micro["step"], micro["kind"] = 3, NAMES.index("forward")
@@ -211,19 +219,23 @@ def eventful() -> list[Instant]:
     return instants
 
 
-@pytest.mark.parametrize("stop_after", range(33))
+CLOSED = [0, 1, 2, 3, 4, 901, 902, 904]
+
+
+@pytest.mark.parametrize("stop_after", range(37))
 def test_rule_10_wherever_the_break_is(stop_after: int) -> None:
     assert played(eventful(), stop_after=stop_after) == played(eventful())
 
 
 def test_the_eventful_recording_is_eventful() -> None:
     *out, counters = played(eventful())
-    assert [one[1] for one in out[1:]] == [0, 1, 2, 3, 4, 901, 902, 904]
-    assert sum(map(len, eventful())) == 33
-    assert counters == StepCounters(rows=23, copies=0, late=2, garbage=4, closed=8, partial=3, skipped=1)
+    assert out[0][-1] == {"n0": {"rack": "a"}}
+    assert [one[1:3] for one in out[1:]] == [({"n0": {"rack": "a"}}, number) for number in CLOSED]
+    assert sum(map(len, eventful())) == 37
+    assert counters == StepCounters(rows=23, late=2, garbage=4, closed=8, partial=3, skipped=1, late_domains=3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(recordings())
 def test_rule_6_each_step_leaves_once_and_in_order(instants: list[Instant]) -> None:
     assembler = StepAssembler(JOB, CONFIG)

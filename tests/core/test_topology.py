@@ -4,7 +4,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from trainwarden.core.model import Epoch, Event, JobId, Json, Subject, Topology
-from trainwarden.core.topology import carried, make_topology, peer_group_R
+from trainwarden.core.topology import DOMAIN_SOURCES, SITE, Domains, carried, make_topology, peer_group_R
 
 JOB = JobId("nano")
 
@@ -17,7 +17,7 @@ def hello(rank: int, **data: Json) -> Event:
 def made(*hellos: Event, world_size: int = 3) -> Topology:
     by_rank = {int(one.subject.id): one for one in hellos}
     site = {"n1": {"rack": "r1"}, "n9": {"rack": "r9"}}
-    return make_topology(JOB, Epoch(1), by_rank, world_size, site)
+    return make_topology(JOB, Epoch(1), by_rank, world_size, lambda node: site.get(node, {}))
 
 
 def of_devices(*devices: str) -> Topology:
@@ -69,3 +69,65 @@ def test_state_is_carried_by_device(old: list[str], new: list[str], rows: list[i
 def test_peers_are_ranks_of_one_stage(stages: list[int | None], groups: list[int]) -> None:
     hellos = [hello(rank, coords={} if pp is None else {"pp": pp}) for rank, pp in enumerate(stages)]
     assert_array_equal(peer_group_R(made(*hellos, world_size=len(stages))), groups)
+
+
+# fault domains
+
+
+def word(node: str, by: str, source: str = "", /, **told: Json) -> Event:
+    subject = Subject(kind="node", id=node)
+    data: dict[str, Json] = {"from": by, "domains": told}
+    source = source or f"{by}@{node}"
+    return Event(kind="node.domains", subject=subject, source=source, seq=0, t_ns=0, seen_ns=0, data=data)
+
+
+def heard(*words: Event) -> Domains:
+    domains = Domains()
+    assert [domains.hear(one) for one in words] == [True] * len(words)
+    return domains
+
+
+def test_of_two_words_on_one_domain_the_better_source_counts() -> None:
+    domains = heard(
+        word("n1", "labels", rack="r1", zone="z", nvlink="c.2"),
+        word("n1", "slurm", rack="r1", leaf="sw7"),
+        word("n1", "site", rack="r1", leaf="leaf-7"),
+        word("n1", "nvml", nvlink="c.1", driver="570.86"),
+    )
+    assert domains.of("n1") == {"driver": "570.86", "leaf": "leaf-7", "nvlink": "c.1", "rack": "r1", "zone": "z"}
+    assert domains.differing("n1") == {
+        "leaf": {"site": "leaf-7", "slurm": "sw7"},
+        "nvlink": {"nvml": "c.1", "labels": "c.2"},
+    }
+    assert (domains.of("n2"), domains.differing("n2")) == ({}, {})
+    assert DOMAIN_SOURCES.index("site") < DOMAIN_SOURCES.index("slurm") < DOMAIN_SOURCES.index("labels")
+
+
+def test_a_later_word_takes_the_place_of_the_former() -> None:
+    domains = heard(word("n1", "slurm", leaf="a", spine="b"), word("n1", "slurm", leaf="c"))
+    assert domains.of("n1") == {"leaf": "c"}
+    assert Domains(domains.to_json()).of("n1") == {"leaf": "c"}
+
+
+@pytest.mark.parametrize(
+    "bad", [word("n1", "slurm", "slurm@n2", leaf="x"), word("n1", "site", "x@n2", leaf="x"), word("n1", "me", leaf="x")]
+)
+def test_nobody_speaks_of_other_nodes_but_the_server_of_its_site(bad: Event) -> None:
+    assert not Domains().hear(bad)
+    assert heard(word("n1", "site", SITE, rack="r1")).of("n1") == {"rack": "r1"}
+
+
+def test_what_stands_for_not_known_is_not_shared() -> None:
+    """A Slurm cluster whose operator puts nodes without a place below a switch called unknown is real."""
+    told: dict[str, Json] = {"rack": "unknown", "row": "N/A", "pdu": 3, "pod": None, "zone": " ", "hall": "x" * 200}
+    assert heard(word("n1", "labels", "", **told, leaf="sw1")).of("n1") == {"leaf": "sw1"}
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"from": "slurm"}, {"from": ["slurm"], "domains": {}}, {"from": "slurm", "domains": 3}]
+)
+def test_a_word_that_is_none_is_refused(data: dict[str, Json]) -> None:
+    subject = Subject(kind="node", id="n1")
+    assert not Domains().hear(
+        Event(kind="node.domains", subject=subject, source="slurm@n1", seq=0, t_ns=0, seen_ns=0, data=data)
+    )

@@ -11,7 +11,7 @@ from tests.app.served import step_frame
 
 from trainwarden.core.codec import frame_from_bytes, frame_to_bytes
 from trainwarden.core.errors import DataError
-from trainwarden.core.model import Event, Frame, JobId, Subject
+from trainwarden.core.model import Event, Frame, JobId, Look, Subject
 from trainwarden.core.schemas import LIVE
 from trainwarden.core.wire import (
     ACK,
@@ -20,8 +20,10 @@ from trainwarden.core.wire import (
     FRAME,
     FRAME_BYTES,
     HELLO,
+    LOOK,
     PROTOCOL,
     WELCOME,
+    Asked,
     Decoder,
     Hello,
     Message,
@@ -113,6 +115,19 @@ def test_messages_come_back_and_unknown_ones_are_counted() -> None:
 def test_what_is_no_stream_of_ours_is_refused_with_words(stream: bytes, words: str) -> None:
     _, error, _, _ = taken([stream])
     assert words in error
+
+
+def test_a_look_comes_back_and_has_a_limit() -> None:
+    def asked(ranks: int) -> Asked:
+        subjects = tuple(Subject(kind="rank", id=str(rank)) for rank in range(ranks))
+        return Asked(job=JobId("j"), look=Look(key="k", what="dump", subjects=subjects))
+
+    ((kind, body),) = Decoder(LOOK).feed(say(asked(1024)))
+    assert (kind, heard(Asked, body)) == (LOOK, asked(1024))
+    with pytest.raises(DataError, match="message of kind 7"):
+        say(asked(5000))
+    with pytest.raises(DataError, match=r"Look\.what: expected one of stack, dump, got 'kill'"):
+        heard(Asked, b'{"job": "j", "look": {"key": "k", "what": "kill", "subjects": []}}')
 
 
 def test_no_more_than_a_message_is_held() -> None:

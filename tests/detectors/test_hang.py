@@ -235,7 +235,7 @@ def test_one_rank_alone_is_its_own_culprit() -> None:
     assert str(findings(known(1).stop(0).run(FLOOR_S + 3))[0].subject) == "rank:0"
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.integers(0, 3), st.integers(0, 9), st.randoms(use_true_random=False))
 def test_the_order_of_frames_between_two_ticks_does_not_matter(culprit: int, polls: int, random: object) -> None:
     world = known().run(polls / 10).stop(culprit).run(FLOOR_S + 3).let().run(3)
@@ -252,7 +252,7 @@ def test_the_order_of_frames_between_two_ticks_does_not_matter(culprit: int, pol
     assert feed(Hang(DEMO), [*shuffled.items, *batch]) == findings(world)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.permutations(range(4)), st.integers(0, 3))
 def test_it_does_not_matter_which_number_a_rank_has(order: list[int], culprit: int) -> None:
     found = findings(known().stop(order[culprit]).run(FLOOR_S + 3))

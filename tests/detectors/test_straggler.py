@@ -1,6 +1,7 @@
 """Slow ranks: who needs longer for its own work than its peers, why, and since when."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tests.detectors.world import World, evidence, feed, said, step_matrix, topo
 
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import Finding, Input, StepMatrix, Topology
-from trainwarden.core.records import CONTAINS_COMM, FEATURES
+from trainwarden.core.records import CONTAINS_COMM, DEVICE_TIMED, FEATURES
 from trainwarden.detectors.straggler import Straggler, StragglerConfig
 
 SHARE = {"data_s": 0.1, "forward_s": 0.4, "backward_s": 0.4, "optimizer_s": 0.1}
@@ -169,6 +170,15 @@ def test_a_device_with_its_own_clock_needs_no_run_queue_wait() -> None:
     items = [with_value(m, "runq_s", NAN) for m in series(own_SR, {2: 0.6 * own_SR[:, 2]}, where=where)]
     detector = Straggler()
     assert said(feed(detector, items))[-1] == ("final", "rank.slow", "rank:2")
+    assert detector.blind_reason is None
+
+
+def test_a_step_that_the_device_timed_needs_no_run_queue_wait() -> None:
+    own_SR = noisy()
+    items = [with_value(m, "runq_s", NAN) for m in series(own_SR, {2: 0.6 * own_SR[:, 2]})]
+    timed = [replace(m, flags_R=m.flags_R | np.uint32(DEVICE_TIMED)) for m in items]
+    detector = Straggler()
+    assert said(feed(detector, timed))[-1] == ("final", "rank.slow", "rank:2")
     assert detector.blind_reason is None
 
 

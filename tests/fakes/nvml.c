@@ -147,6 +147,16 @@ int nvmlDeviceGetRowRemapperHistogram(void *handle, u32 *banks) {
     return OK;
 }
 
+struct fabric { u32 version; unsigned char cluster[16]; int status; u32 clique; unsigned char state; u32 health; };
+int nvmlDeviceGetGpuFabricInfoV(void *handle, struct fabric *fabric) {
+    FAULT(of(handle));
+    memset(fabric->cluster, (int)get("fabric_cluster", of(handle), 0), sizeof fabric->cluster);
+    fabric->status = (int)get("fabric_status", of(handle), OK);
+    fabric->clique = (u32)get("fabric_clique", of(handle), 0);
+    fabric->state = (unsigned char)get("fabric_state", of(handle), 0);
+    return OK;
+}
+
 struct field { u32 id, scope; long long timestamp, latency; u32 type; int code; u64 value; };
 int nvmlDeviceGetFieldValues(void *handle, int count, struct field *fields) {
     FAULT(of(handle));

@@ -6,7 +6,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from trainwarden.core.process import ProcessId, alive, identify, read_stat
+from trainwarden.remediation import killing
 from trainwarden.remediation.killing import end
 
 IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -22,7 +25,8 @@ def start(*command: str) -> tuple["subprocess.Popen[bytes]", ProcessId]:
     return child, process
 
 
-def test_a_launcher_with_a_stopped_and_a_stubborn_rank_is_ended() -> None:
+def test_a_launcher_with_a_stopped_and_a_stubborn_rank_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(killing, "TERM_GRACE_S", 0.3)  # neither answers in any time
     launcher, launcher_id = start("sh", "-c", f'"{sys.executable}" -c "{STUBBORN}" & sleep 60 & wait')
     stopped, stopped_id = start("sh", "-c", "echo up; kill -STOP $$")
     while (stat := read_stat(stopped.pid)) is not None and stat.state != "T":

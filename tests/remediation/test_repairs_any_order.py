@@ -289,7 +289,7 @@ def lived(story: Sequence[tuple[Any, ...]]) -> World:
     return world
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(stories, st.integers(0, 200))
 def test_no_order_breaks_a_limit_and_all_can_be_said_again(story: list[tuple[Any, ...]], cut: int) -> None:
     world = lived(story)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeAlias, cast
 
+from trainwarden.app.gathering import Gathering
 from trainwarden.core.auth import Grant, Tokens, is_loopback, refused
 from trainwarden.core.clock import unix_ns
 from trainwarden.core.errors import ConfigError, DataError
@@ -25,6 +26,7 @@ from trainwarden.core.wire import (
     EVENTS,
     FRAME,
     HELLO,
+    Asked,
     Decoder,
     Hello,
     Refusal,
@@ -40,6 +42,8 @@ HELLO_S: Final = 10.0
 """For a TLS handshake, and again for the hello; a host under load answers within a second or two."""
 KNOWN_MAX: Final = 1000
 """(source, job) pairs of a connection that were checked and need not be checked again."""
+ASKED_MAX: Final = 64
+"""Looks sent to an agent of which nothing comes: more would only wait in a buffer."""
 _KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """A host that lost its power is noticed within a minute."""
 
@@ -96,9 +100,10 @@ class Ingest:
         self._waiting = 0
         self.full = False
         """Whether so much waits that nothing is read."""
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(self._lost)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="trainwarden-ingest", daemon=True)
+        self.gathering = Gathering()
+        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(self.gathering)
+        self.loop.set_exception_handler(lambda _loop, context: self.lost(context))
+        self._thread = threading.Thread(target=self.loop.run_forever, name="trainwarden-ingest", daemon=True)
         self._server: asyncio.Server | None = None
 
     def start(self, host: str, port: int) -> tuple[str, int]:
@@ -106,11 +111,11 @@ class Ingest:
         if self._tls is None and not self.config.plaintext and not is_loopback(host):
             raise ConfigError(f"server.listen: need --cert and --key (or --plaintext) for {host}, got none")
         limit: dict[str, Any] = {} if self._tls is None else {"ssl": self._tls, "ssl_handshake_timeout": HELLO_S}
-        making = self._loop.create_server(lambda: Link(self), host, port, backlog=1024, **limit)
+        making = self.loop.create_server(lambda: Link(self), host, port, backlog=1024, **limit)
         try:
-            self._server = self._loop.run_until_complete(making)
+            self._server = self.loop.run_until_complete(making)
         except OSError as error:
-            self._loop.close()
+            self.loop.close()
             raise ConfigError(f"server.listen: cannot listen on {host}:{port}: {error.strerror or error}") from error
         self._thread.start()
         address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
@@ -125,15 +130,25 @@ class Ingest:
 
         self._soon(send)
 
+    def renew(self, tokens: Tokens) -> None:
+        """From now on these tokens hold; who came with one that does not stand for the same any more has to go."""
+
+        def hold() -> None:
+            self.tokens = tokens
+            for link in [*self.links]:
+                link.check(tokens)
+
+        self._soon(hold)
+
     def freed(self, size: int) -> None:
         """So many bytes were taken up."""
         self._soon(lambda: self.wait(-size))
 
     def close(self) -> None:
         """Nothing is heard any more; what was acknowledged before is still said."""
-        self._soon(lambda: self._loop.create_task(self._shut()))
+        self._soon(lambda: self.loop.create_task(self._shut()))
         self._thread.join()
-        self._loop.close()
+        self.loop.close()
 
     # the network's thread
 
@@ -148,7 +163,7 @@ class Ingest:
 
     def _soon(self, what: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # closed
-            self._loop.call_soon_threadsafe(what)
+            self.loop.call_soon_threadsafe(what)
 
     async def _shut(self) -> None:
         assert self._server is not None
@@ -158,9 +173,9 @@ class Ingest:
         await asyncio.sleep(0.05)
         for task in asyncio.all_tasks() - {cast("asyncio.Task[Any]", asyncio.current_task())}:
             task.cancel()
-        self._loop.call_soon(self._loop.stop)
+        self.loop.call_soon(self.loop.stop)
 
-    def _lost(self, _loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+    def lost(self, context: Mapping[str, Any]) -> None:
         """What asyncio could not hand to a connection: we have a bug, and the other connections go on."""
         self.counts["refused", "error"] += 1
         self.say(f"ingest: {context.get('message')}: {context.get('exception')!r}")
@@ -178,7 +193,11 @@ class Link(asyncio.Protocol):
         self._known: set[tuple[str, str | None]] = set()
         self._holds: set[str] = set()
         self._second_bytes, self._said = 0, ""
+        self._asked = 0
+        """Looks sent since something came."""
         self._timer: asyncio.TimerHandle | None = None
+        self.refusal: tuple[str, str] | None = None
+        """Reason (one word) and words, once it was refused."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio's."""
@@ -187,8 +206,10 @@ class Link(asyncio.Protocol):
         if self._in.open > self._in.config.links:
             self.refuse(f"{self._in.config.links} connections are open: server.ingest.links", "links")
             return
-        self._timer = self._in._loop.call_later(HELLO_S, self.refuse, f"no hello within {HELLO_S:g} s", "hello")
+        self._timer = self._in.loop.call_later(HELLO_S, self.refuse, f"no hello within {HELLO_S:g} s", "hello")
         connection = transport.get_extra_info("socket")
+        if connection is None:  # a session of POSTs
+            return
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -202,8 +223,10 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """asyncio's."""
+        self._in.gathering.read_bytes += len(data)
         if self._transport.is_closing():
             return
+        self._asked = 0
         items: list[Frame | Event] = []
         try:
             for kind, body in self._decoder.feed(data):
@@ -237,8 +260,29 @@ class Link(asyncio.Protocol):
         if not self._transport.is_closing():
             self._transport.write(ack_to_bytes(count))
 
+    def check(self, tokens: Tokens) -> None:
+        """End it where the token that it came with stands for something else now."""
+        if self.hello is not None and tokens.grant(self.hello.token) != self._grant:
+            self.refuse("the token was revoked", "token")
+
+    def must_be_whole(self) -> None:
+        """End it where what was received ends inside a message."""
+        if not self._decoder.whole and self.refusal is None:
+            self.refuse("the body ends inside a message", "stream")
+
+    def ask(self, asked: Asked) -> None:
+        """Let the agent look closer (any thread)."""
+
+        def send() -> None:
+            if not self._transport.is_closing() and self._asked < ASKED_MAX:
+                self._asked += 1
+                self._transport.write(say(asked))
+
+        self._in._soon(send)
+
     def refuse(self, why: str, reason: str) -> None:
         """Say why, and end it."""
+        self.refusal = reason, why
         self._count_refused(reason, why)
         self._transport.write(say(Refusal(why=why)))
         self.end()
@@ -309,7 +353,7 @@ class Link(asyncio.Protocol):
     def _meter(self, size: int) -> None:
         """Not more than the rate: what is too much is read in the next seconds."""
         if not self._second_bytes:
-            self._in._loop.call_later(1.0, self._next_second)
+            self._in.loop.call_later(1.0, self._next_second)
         self._second_bytes += size
         if self._second_bytes > self._in.config.rate_bytes:
             self.hold("rate", True)
@@ -319,4 +363,4 @@ class Link(asyncio.Protocol):
         self._second_bytes = max(0, self._second_bytes - self._in.config.rate_bytes)
         self.hold("rate", self._second_bytes > self._in.config.rate_bytes)
         if self._second_bytes:
-            self._in._loop.call_later(1.0, self._next_second)
+            self._in.loop.call_later(1.0, self._next_second)

@@ -12,16 +12,17 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
+from queue import Empty, SimpleQueue
 from typing import Final, Literal, TypeAlias
 
 from trainwarden.core.clock import Clock, unix_ns
 from trainwarden.core.emit import Emitter
 from trainwarden.core.errors import ConfigError
-from trainwarden.core.model import Event, Frame, Subject
+from trainwarden.core.model import Event, Frame, Json, Subject
 from trainwarden.core.ports import Source
 
 Item: TypeAlias = Frame | Event
@@ -80,6 +81,8 @@ class SourceState:
     raised: int = 0
     dropped: int = 0
     """Items that nobody took in time, since it was added."""
+    stretch: int = 1
+    """How many times its period it is polled at."""
 
 
 @dataclass(slots=True)
@@ -97,7 +100,8 @@ class _Kept:
 
     source: Source
     added_s: float
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    """Something in it: end. (To wait for a threading.Event costs half as much again as a thread's waking up itself.)"""
     lock: threading.Lock = field(default_factory=threading.Lock)
     queue: deque[Item] = field(default_factory=deque)
     queue_bytes: int = 0
@@ -111,8 +115,16 @@ class _Kept:
     raised_in_a_row: int = 0
     dropped: int = 0
     dropped_told: int = 0
+    stretch: int = 1
+    cpu_s: float = 0.0
+    """That its thread had used at the end of its last poll."""
     thread: threading.Thread | None = None
     health: _Health = field(default_factory=_Health)
+
+    @property
+    def period_s(self) -> float:
+        """Between two polls."""
+        return self.source.period_s * self.stretch
 
     def put(self, item: Item, limit: int) -> None:
         """Queue an item; the oldest ones go beyond the limit."""
@@ -122,6 +134,14 @@ class _Kept:
             while self.queue_bytes > limit and len(self.queue) > 1:
                 self.queue_bytes -= weight(self.queue.popleft())
                 self.dropped += 1
+
+    def ends_before(self, due_s: float) -> bool:
+        """Wait until then, or until it is to end."""
+        try:
+            self.stop.get(timeout=max(0.0, due_s - time.monotonic()))
+        except Empty:
+            return False
+        return True
 
     def take(self) -> list[Item]:
         with self.lock:
@@ -153,7 +173,7 @@ class Isolation:
     def remove(self, name: str) -> list[Item]:
         """Stop polling; what it had given. Its thread ends when its poll does, and closes the source."""
         kept = self._kept.pop(name)
-        kept.stop.set()
+        kept.stop.put(None)
         return kept.take()
 
     def drain(self) -> list[Item]:
@@ -182,10 +202,29 @@ class Isolation:
         ]
         return states
 
+    def cpu(self) -> dict[str, tuple[int, float]]:
+        """Of each source: its thread (as the kernel numbers it; 0: not begun), and the CPU time that it has used."""
+        return {
+            name: (kept.thread.native_id or 0 if kept.thread is not None else 0, kept.cpu_s)
+            for name, kept in self._kept.items()
+        }
+
+    def stretch(self, factors: Mapping[str, int], why: str) -> list[Event]:
+        """Poll sources at so many times their periods from now on; an event for each of which this changes."""
+        told = []
+        for name, factor in factors.items():
+            kept = self._kept.get(name)
+            if kept is not None and kept.stretch != factor:
+                kept.stretch = factor
+                data: dict[str, Json] = {"why": why, "factor": factor, "period_s": kept.period_s}
+                subject = Subject(kind="source", id=name)
+                told.append(self._emit("source.stretched", subject, now_ns=self._clock(), data=data))
+        return told
+
     def close(self, within_s: float = 1.0) -> list[str]:
         """Stop all and give them this long together; the names of those that hang (their threads end with us)."""
         for kept in self._kept.values():
-            kept.stop.set()
+            kept.stop.put(None)
         until_s = time.monotonic() + within_s
         hanging = []
         for name, kept in self._kept.items():
@@ -199,7 +238,7 @@ class Isolation:
 
     def _poll(self, kept: _Kept) -> None:
         due_s = time.monotonic()
-        while not kept.stop.wait(max(0.0, due_s - time.monotonic())):
+        while not kept.ends_before(due_s):
             began_s = time.monotonic()
             with kept.lock:
                 kept.began_s = began_s
@@ -210,7 +249,8 @@ class Isolation:
                 kept.raised_in_a_row = 0 if why is None else kept.raised_in_a_row + 1
                 kept.raised += why is not None
                 kept.answers += 1
-            period_s = kept.source.period_s
+            kept.cpu_s = time.thread_time()
+            period_s = kept.period_s
             if why is not None:
                 period_s = min(period_s * 2**kept.raised_in_a_row, max(period_s, self._retry_max_s))
             due_s = max(due_s + period_s, ended_s + period_s / 10)  # one that takes long is not asked all the time
@@ -271,11 +311,11 @@ class Isolation:
             answered_s, answers, raised, dropped = kept.answered_s, kept.answers, kept.raised, kept.dropped
         age_s = max(0.0, now_s - answered_s)
         word: Word = "up" if why is None else "blind"
-        late_s = 3 * kept.source.period_s
+        late_s = 3 * kept.period_s
         if why is None and age_s > late_s + 1:
             word, why = (
                 "stale",
-                f"its last answer is {age_s:.0f} s old, it should come every {kept.source.period_s:g} s",
+                f"its last answer is {age_s:.0f} s old, it should come every {kept.period_s:g} s",
             )
         return SourceState(
             name=kept.source.name,
@@ -285,6 +325,7 @@ class Isolation:
             answered=answers > 0,
             raised=raised,
             dropped=dropped,
+            stretch=kept.stretch,
         )
 
 

@@ -11,26 +11,30 @@ and said; the others go on.
 import contextlib
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+from trainwarden.app.asking import Asking, LooksConfig, Send
+from trainwarden.app.domains import JobSite, ServerSite
 from trainwarden.app.folders import JobFolder, choose_job
 from trainwarden.app.outlets import Outlets
 from trainwarden.app.server import LINE
 from trainwarden.app.store import Store
 from trainwarden.app.story import Story
+from trainwarden.app.tries import Behind
 from trainwarden.app.wiring import Settings, build_server, carried_notifiers, choose_policy
 from trainwarden.core.emit import Emitter
-from trainwarden.core.errors import ConfigError, DeliveryError, FencedError, StoreError, TrainwardenError
-from trainwarden.core.model import Epoch, Event, Frame, JobId, Json, Notice, Outcome, Plan, State, Subject
-from trainwarden.core.ports import Notifier
+from trainwarden.core.errors import ConfigError, FencedError, StoreError, TrainwardenError
+from trainwarden.core.model import Epoch, Event, Frame, JobId, Json, Outcome, Plan, State, Subject
 from trainwarden.core.process import identify
 from trainwarden.core.records import attempt_of
+from trainwarden.core.site import Table
+from trainwarden.core.topology import SITE
 
 RENEW_NS: Final = 2_000_000_000
 """Of the lease of 5 s; each renewal waits for the disk."""
@@ -57,28 +61,13 @@ class JobsConfig:
     idle: timedelta = timedelta(minutes=30)
     """Without an item of a job, it is over: longer than the longest start of a large job."""
 
+    looks: LooksConfig = field(default_factory=LooksConfig)
+
     def __post_init__(self) -> None:
         if self.jobs < 1:
             raise ConfigError(f"server.jobs.jobs: need at least 1, got {self.jobs}")
         if self.idle < timedelta(seconds=1):
             raise ConfigError(f"server.jobs.idle: need at least 1s, got {self.idle.total_seconds():g}s")
-
-
-class Behind:
-    """A notifier that may wait for the network, asked in a thread: the first answer is `try again`, a later one its."""
-
-    def __init__(self, inner: Notifier, pool: ThreadPoolExecutor) -> None:
-        self._inner, self._pool = inner, pool
-        self.channel = inner.channel
-        self._under_way: dict[str, Future[str]] = {}
-
-    def notify(self, notice: Notice) -> str:
-        """As the inner one's last try. Raises DeliveryError, also while that is under way."""
-        if notice.key not in self._under_way:
-            self._under_way[notice.key] = self._pool.submit(self._inner.notify, notice)
-        if not self._under_way[notice.key].done():
-            raise DeliveryError(f"{self.channel}: under way", retryable=True)
-        return self._under_way.pop(notice.key).result()
 
 
 class Job:
@@ -93,11 +82,15 @@ class Job:
         pool: ThreadPoolExecutor,
         counts: Counter[str],
         now_ns: int,
+        looks: Callable[[JobId, Emitter], Asking],
     ) -> None:
-        """pool: where notifiers may wait. counts: copies and lost items. Raises ConfigError, OwnedError, StoreError."""
+        """pool: where notifiers may wait. counts: copies and lost items. looks: makes what asks the agents. Raises
+        ConfigError, OwnedError, StoreError."""
         self.job, self.heard_ns = job, now_ns
         self.folder = JobFolder.make(state, choose_job(job, [], state))
         self._counts = counts
+        self._emit = Emitter("server@ingest", job=job, start_ns=now_ns)
+        self._asking = looks(job, self._emit)
         self.nodes: set[str] = set()
         """That anything of this job came from."""
         self._positions: dict[str, tuple[str, int]] = {}
@@ -105,13 +98,14 @@ class Job:
         self._attempt, self._renew_ns = -1, 0
         self._unsaved, self._dropped = True, False
         self._ends: deque[Outcome] = deque()
-        self._outlets = Outlets(settings, job, say)
+        self.outlets = Outlets(settings, job, say)
         self._store = Store(self.folder.path / "journal.sqlite")
         try:
             self._begin(settings, pool, now_ns)
+            self._site = JobSite(self.server.parts.assembler, SITE, job, say, start_ns=now_ns)
         except BaseException:
             self._store.close()
-            self._outlets.close(None)
+            self.outlets.close(None)
             raise
 
     def _begin(self, settings: Settings, pool: ThreadPoolExecutor, now_ns: int) -> None:
@@ -127,24 +121,35 @@ class Job:
             store=self._store,
             fence=(self.job, self.term),
             policy=choose_policy(None),
-            look=lambda look: None,
-            also={**self._outlets.notifiers, **behind},
+            look=self._asking.ask,
+            also={**self.outlets.notifiers, **behind},
         )
         self.server.start = self._refuse
-        self.server.on_news = partial(self._outlets.trace, evidence=self.folder.path / "evidence")
-        self._emit = Emitter("server@ingest", job=self.job, start_ns=now_ns)
+        self.server.line.on_step = self.outlets.stepped
+        self.server.on_news = partial(self.outlets.trace, evidence=self.folder.path / "evidence")
         saved = self._store.load_snapshot(_POSITIONS)
         if saved is not None:
             self._restore(saved[1])
         self.server.resume()
-        self._outlets.begin(self.server.parts.incidents.told)
+        self.outlets.begin(self.server.parts.incidents.told)
         with contextlib.suppress(OSError):
             (self.folder.path / SERVED).touch(mode=0o600)
 
-    def take(self, uplink: str, items: Iterable[Frame | Event], now_ns: int) -> None:
-        """Items of this job, or of a node of it, in the order in which one sender sent them."""
-        self.heard_ns, self._unsaved = now_ns, True
+    def take(self, uplink: str, items: Sequence[Frame | Event], now_ns: int, *, of_node: bool) -> None:
+        """Items of this job, or of a node of it, in the order in which one sender sent them. of_node: the sender is the
+        agent of its node."""
+        self._unsaved = True
+        if any(item.job is not None for item in items):  # what a node says of itself goes on when its jobs are over
+            self.heard_ns = now_ns
+        self.outlets.hear(items)
+        if of_node:
+            self._asking.hear(items, now_ns)
         self.server.ingest(self._new(uplink, items, now_ns), now_ns)
+
+    def tell_site(self, nodes: Iterable[str], table: Table | None, now_ns: int) -> None:
+        """What the site file says of nodes of this job."""
+        self._unsaved = True
+        self.server.ingest(self._site.tell(nodes, table, now_ns), now_ns)
 
     def renew(self, now_ns: int) -> None:
         """Stay the owner. Raises FencedError."""
@@ -159,7 +164,8 @@ class Job:
         ends = [self._ends.popleft() for _ in range(len(self._ends))]
         self.server.take(ends)
         self.server.tick(now_ns)
-        self._outlets.turned()
+        self.server.ingest(self._asking.turn(now_ns), now_ns)
+        self.outlets.turned()
 
     def save(self) -> None:
         """Write down everything that was taken. Raises StoreError.
@@ -192,15 +198,11 @@ class Job:
         if not self._dropped:
             self._dropped = True
             self._store.close()
-            self._outlets.close(story)
+            self.outlets.close(story)
 
     def uplinks(self) -> set[str]:
         """Lives of the senders whose streams are the newest of their sources."""
         return {life for life, _ in self._positions.values()}
-
-    def peers_up(self) -> Mapping[str, bool]:
-        """Alertmanagers, and whether each took what it was sent last."""
-        return self._outlets.peers_up()
 
     def _new(self, uplink: str, items: Iterable[Frame | Event], now_ns: int) -> Iterator[Frame | Event]:
         """Those that did not come before, and what has to be said before them."""
@@ -222,6 +224,8 @@ class Job:
             if isinstance(item, Event):
                 yield from self._attempt_of(item, now_ns)
             yield item
+            if isinstance(item, Event) and item.kind == "node.domains" and item.job is not None:
+                yield from self._site.differing(item.subject.id, now_ns)
 
     def _attempt_of(self, event: Event, now_ns: int) -> Iterator[Event]:
         """The first hello of an attempt that nobody announced announces it."""
@@ -240,23 +244,35 @@ class Job:
 
     def _snapshot(self) -> State:
         streams = {stream: [life, seq] for stream, (life, seq) in self._positions.items()}
-        return {"streams": streams, "nodes": sorted(self.nodes), "attempt": self._attempt}
+        return {
+            "streams": streams,
+            "nodes": sorted(self.nodes),
+            "attempt": self._attempt,
+            "looks": self._asking.snapshot(),
+        }
 
     def _restore(self, state: State) -> None:
         self._positions = {stream: (life, seq) for stream, (life, seq) in state["streams"].items()}
         self.nodes, self._attempt = set(state["nodes"]), state["attempt"]
+        self._asking.restore(state.get("looks", {}))
 
 
 class Jobs:
     """All jobs below STATE. Not thread-safe: one thread calls it."""
 
     def __init__(self, settings: Settings, config: JobsConfig, state: Path, say: Callable[[str], None]) -> None:
+        """Raises ConfigError."""
         self._settings, self._config, self._state, self._say = settings, config, state, say
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="trainwarden-notify")
+        self._site = ServerSite(settings.site.file, say, self._pool)
         self.open: dict[JobId, Job] = {}
         self.counts: Counter[str] = Counter()
         """Items by their fate, as the metric trainwarden_server_items_total says."""
         self.on_open: Callable[[Job], None] | None = None
+        self.send: Send = lambda asks: ["nobody listens to agents"] * len(asks)
+        """How agents are asked."""
+        self.looks: Counter[str] = Counter()
+        """By their fate, as the metric trainwarden_server_looks_total says."""
         self._by_node: dict[str, set[JobId]] = {}
         self._refused: dict[JobId, int] = {}
         """Jobs that cannot be opened, and until when nobody tries again."""
@@ -272,6 +288,8 @@ class Jobs:
             job = self._opened(JobId(served.parent.name), now_ns)
             for node in () if job is None else job.nodes:
                 self._by_node.setdefault(node, set()).add(job.job)  # type: ignore[union-attr]
+            if job is not None:
+                self._tell_site(job, job.nodes, now_ns)
 
     def take(self, uplink: str, items: Sequence[Frame | Event], now_ns: int, *, of_node: bool) -> None:
         """Hand what one sender sent to the jobs that it is about. of_node: the sender is the agent of its node; who
@@ -291,7 +309,7 @@ class Jobs:
         for job, part in parts.items():
             if (opened := self._opened(job, now_ns)) is None:
                 self.counts["not_open"] += len(part)
-            elif self._safely(opened, partial(opened.take, uplink, part, now_ns)):
+            elif self._safely(opened, partial(opened.take, uplink, part, now_ns, of_node=of_node)):
                 self.counts["taken"] += sum(item.job is not None for item in part)
 
     def renew(self, now_ns: int) -> None:
@@ -301,6 +319,9 @@ class Jobs:
 
     def tick(self, now_ns: int) -> None:
         """Let time pass for all of them, and end those that are over."""
+        changed = self._site.changed()
+        for job in [*self.open.values()] if changed else ():
+            self._tell_site(job, job.nodes & changed, now_ns)
         for job in [*self.open.values()]:
             if now_ns - job.heard_ns > self._config.idle // timedelta(microseconds=1) * 1000:
                 self._say(f"job {job.job}: nothing was heard of it for {self._config.idle}: over")
@@ -326,6 +347,10 @@ class Jobs:
         if job is not None:
             self._by_node.setdefault(node, set()).add(name)
             job.nodes.add(node)
+            self._tell_site(job, {node}, now_ns)
+
+    def _tell_site(self, job: Job, nodes: Iterable[str], now_ns: int) -> None:
+        self._safely(job, partial(job.tell_site, nodes, self._site.table, now_ns))
 
     def _opened(self, name: JobId, now_ns: int) -> Job | None:
         job = self.open.get(name)
@@ -334,7 +359,9 @@ class Jobs:
         try:
             if len(self.open) >= self._config.jobs:
                 raise ConfigError(f"server.jobs.jobs: {self._config.jobs} jobs are open, at most so many")
-            job = self.open[name] = Job(self._settings, self._state, name, self._say, self._pool, self.counts, now_ns)
+            job = self.open[name] = Job(
+                self._settings, self._state, name, self._say, self._pool, self.counts, now_ns, self._asking
+            )
         except TrainwardenError as error:
             if name not in self._refused:
                 self._say(f"job {str(name)[:80]!r} is not watched: {error}")
@@ -346,6 +373,9 @@ class Jobs:
         if self.on_open is not None:
             self.on_open(job)
         return job
+
+    def _asking(self, job: JobId, emit: Emitter) -> Asking:
+        return Asking(self._config.looks, job, emit, lambda asks: self.send(asks), self.looks)
 
     def _safely(self, job: Job, what: Callable[[], None]) -> bool:
         """Whether it was done. What one job cannot do is no reason to end the others."""

@@ -28,6 +28,7 @@ from trainwarden.app.effective import TimeSplit, working_s
 from trainwarden.app.exposition import BUCKETS_S, PHASES, Key, families, quantiles
 from trainwarden.app.outage import KIND
 from trainwarden.app.publisher import Saves
+from trainwarden.app.sources_seen import SourcesSeen
 from trainwarden.core.kinds import KINDS
 from trainwarden.core.model import Event, Frame, Incident, JobId, Outcome, Plan, StepMatrix, Tick, Tier
 from trainwarden.core.records import FEATURES, GRAD_NONFINITE, LOCAL_NONFINITE, LOSS_NONFINITE, attempt_of
@@ -111,11 +112,15 @@ class JobMetrics:
         fresh_ns: int,
         sources: Iterable[str] = (),
         peers: Callable[[], Mapping[str, bool]] = dict,
+        exported: Callable[[], Mapping[Key, int]] = dict,
     ) -> None:
         """file: where counters are kept. started_ns: the attempt's that runs. fresh_ns: how long a rank that was heard
         of counts as heard of just now. sources: those that can be read unless they say that they are blind. peers:
-        Alertmanager's."""
+        Alertmanager's. exported: counters of what goes to receivers of OTLP, of this process's life."""
         self._job, self._config, self._file, self._fresh_ns, self._peers = job, config, file, fresh_ns, peers
+        self._exported = exported
+        self.since_ns = started_ns
+        """Since when counters count, in whatever process (Unix time)."""
         self._lock = threading.Lock()
         """Guards what is changed in place."""
         self._saving = threading.Lock()
@@ -131,8 +136,7 @@ class JobMetrics:
         self._live: tuple[Frame, ...] = ()
         """Live frames of the newest poll."""
         self._lag_ns: int | None = None
-        self._up: Mapping[str, bool] = dict.fromkeys(sources, True)
-        self._sources = tuple(self._up)
+        self._sources = SourcesSeen(sources)
         self._vitals = Vitals()
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             self._restore(json.loads(file.read_text()))
@@ -163,10 +167,10 @@ class JobMetrics:
         """An item as it was recorded."""
         with self._lock:
             self._split.feed(item)
+        if not isinstance(item, Tick):
+            self._sources.heard(item)
         if isinstance(item, Frame):
             self._lag_ns = item.seen_ns - item.sent_ns
-            if item.source not in self._up:
-                self._up = {**self._up, item.source: True}
             mine = item.epoch is not None and attempt_of(item.epoch) == self._attempt
             if item.schema == "live" and mine and len(item.rows):
                 same = self._live and self._live[0].seen_ns == item.seen_ns
@@ -199,9 +203,9 @@ class JobMetrics:
         self._turn_ns, self._vitals = began_ns, now
         if self._seen is None:
             self._seen = {key: count for key, count in now.counts.items() if key[0] in _RESTORED}
-        before, self._seen = self._seen, now.counts
+        before, self._seen = self._seen, {**now.counts, **self._exported()}
         with self._lock:
-            for (name, *labels), count in now.counts.items():
+            for (name, *labels), count in self._seen.items():
                 self._count(name, *labels, by=max(0, count - before.get((name, *labels), 0)))
             self._count("turns_total")
             self._count("turn_seconds_total", by=max(0, ended_ns - began_ns) / 1e9)
@@ -293,7 +297,7 @@ class JobMetrics:
         yield ("journal_writable",), now.journal_writable
         yield ("notices_undelivered",), now.undelivered
         yield ("frame_lag_seconds",), None if self._lag_ns is None else self._lag_ns / 1e9
-        yield from ((("source_up", source), up) for source, up in self._up.items())
+        yield from ((("source_up", source), up) for source, up in self._sources.shown(self._turn_ns))
         if now.own_work is not None:
             yield ("source_up", "own_work"), not now.own_work.blind
         yield from ((("alertmanager_peer_up", printable(peer)), up) for peer, up in self._peers().items())
@@ -305,9 +309,7 @@ class JobMetrics:
         match event.kind:
             case "attempt.started" if isinstance(attempt, int) and attempt > self._attempt:
                 self._attempt, self._ended_ns, self._world_size, self._live = attempt, -1, -1, ()
-                # all is read anew: what is blind says so again
-                heard = {source: up for source, up in self._up.items() if up}
-                self._up = {**heard, **dict.fromkeys(self._sources, True)}
+                self._sources.anew(event.seen_ns)
                 if event.data.get("by") == "run":  # by a person, a day later perhaps: what was before is no measure
                     self._start_ns, self._new_ns = event.t_ns, -1
                 with self._lock:
@@ -315,11 +317,11 @@ class JobMetrics:
             case "attempt.ended" if attempt == self._attempt:
                 self._ended_ns = event.seen_ns
             case "hello" if attempt == self._attempt and isinstance(size := event.data["world_size"], int):
-                self._world_size = size
+                self._world_size = self._sources.ranks = size
             case "source.blind" | "source.up" | "source.started":
-                self._up = {**self._up, event.subject.id: event.kind != "source.blind"}
+                self._sources.say(event.subject.id, up=event.kind != "source.blind")
             case kind if kind.startswith("command."):  # one that is understood, after one that was not
-                self._up = {**self._up, event.source: True}
+                self._sources.say(event.source, up=True)
 
     def _add(self, name: str, *labels: str, by: float = 1) -> None:
         with self._lock:
@@ -335,6 +337,7 @@ class JobMetrics:
             "split": self._split.snapshot(),
             "best_s": None if math.isinf(self._best_s) else self._best_s,
             "times_ns": [self._start_ns, self._new_ns],
+            "since_ns": self.since_ns,
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -343,7 +346,8 @@ class JobMetrics:
         split.restore(state["split"])
         start_ns, new_ns = (int(time_ns) for time_ns in state["times_ns"])
         best_s = math.inf if state["best_s"] is None else float(state["best_s"])
-        self._counts, self._split, self._best_s = {**self._counts, **counts}, split, best_s
+        since_ns = int(state.get("since_ns", start_ns))
+        self._counts, self._split, self._best_s, self.since_ns = {**self._counts, **counts}, split, best_s, since_ns
         self._start_ns, self._new_ns = min(self._start_ns, start_ns), new_ns
 
 

@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from trainwarden.app.endpoint import MetricsConfig
+from trainwarden.app.domains import JobDomains
+from trainwarden.app.endpoint import open_push
 from trainwarden.app.isolation import Isolation, Item
+from trainwarden.app.looking import Looking
 from trainwarden.app.node_jobs import Jobs, JobSource
 from trainwarden.app.node_sources import Devices, NodeSettings, build_job_sources, build_sources
+from trainwarden.app.own_cost import Thrift
 from trainwarden.core.clock import Clock, unix_ns
 from trainwarden.core.emit import Emitter
 from trainwarden.core.errors import ConfigError
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
     from trainwarden.app.uplink import Uplink
     from trainwarden.core.recording import Recorder
 
-TURN_S: Final = 0.125
-"""A death must be said within a second. Rings are read ten times a second, so each turn hands on one or two looks."""
+TURN_S: Final = 0.2
+"""A death must be said within a second (app/node_jobs.py, RINGS_S)."""
 TICK_NS: Final = 250_000_000
 """Between two ticks of a recording, as of a supervisor."""
 STATES_NS: Final = 1_000_000_000
@@ -136,14 +139,17 @@ class NodeAgent:
         readings: "Readings | None" = None,
         devices: Devices | None = None,
         *,
+        looking: Looking | None = None,
+        thrift: Thrift | None = None,
         settings: NodeSettings | None = None,
         clock: Clock = unix_ns,
     ) -> None:
-        """sources: where one of them looks for jobs (Jobs), what it finds is read too."""
+        """sources: where one of them looks for jobs (Jobs), what it finds is read too. looking: what a server asks.
+        thrift: keeps the agent's cost in its budget; None: nobody does."""
         self._node, self._isolation, self._outlets = node, isolation, tuple(outlets)
         self._jobs = next((source for source in sources if isinstance(source, Jobs)), None)
         self._readings, self._devices, self._clock = readings, devices or Devices(), clock
-        self._settings = settings or NodeSettings()
+        self._settings, self._looking, self._thrift = settings or NodeSettings(), looking, thrift
         self._following: dict[JobId, Followed] = {}
         self._over: dict[JobId, tuple[int, int]] = {}
         """Jobs that were let go, and the stamp that they had."""
@@ -166,6 +172,11 @@ class NodeAgent:
             items.append(self._started("source.started", subject, now_ns=now_ns, data={"why": "the agent started"}))
         if self._jobs is not None:
             items += self._follow(self._jobs, now_ns)
+        if self._looking is not None:
+            followed = [source for one in self._following.values() for source in one.sources]
+            items += self._looking.hand_on(followed, now_ns)
+        if self._thrift is not None:
+            items += self._thrift.turn()
         items += self._isolation.drain()
         self._items += len(items)
         self._devices.hear(items)
@@ -197,7 +208,8 @@ class NodeAgent:
                 del self._following[job]
         for job, where in found.items():
             if job not in self._following and self._over.get(job) != where.stamp:
-                made = JobSource(where, self._node, start_ns=now_ns)
+                first = JobDomains(self._devices.domains, job, self._node, start_ns=now_ns)
+                made = JobSource(where, self._node, start_ns=now_ns, first=first)
                 sources = build_job_sources(self._settings, self._node, made)
                 for source in sources:
                     self._isolation.add(source)
@@ -211,9 +223,12 @@ class NodeAgent:
     def _show(self, now_ns: int) -> None:
         if self._readings is None:
             return
+        thrift = self._thrift
         self._readings.fares = replace(
             self._readings.fares,
             turn_ns=now_ns,
+            cpu_cores=None if thrift is None else thrift.cores,
+            cpu_budget_cores=None if thrift is None else thrift.allowed,
             sources=tuple(self._isolation.states()),
             jobs=len(self._following),
             items=self._items,
@@ -229,35 +244,67 @@ class Gathering:
     node: str
     settings: NodeSettings
     outlets: Sequence[Outlet] = ()
-    listen: str = ""
-    """HOST:PORT for Prometheus; empty: nothing listens."""
+    looking: Looking | None = None
     for_s: float | None = None
     """None: until it is stopped."""
 
 
 def gather(asked: Gathering, stop: threading.Event, say: Callable[[str], None]) -> None:
-    """Turn until stop is set or the time is over; then end within two seconds. Raises ConfigError."""
-    now_ns, readings, close = unix_ns(), None, _nothing
-    if asked.listen:
-        from trainwarden.app.readings import Readings, serve
+    """Turn until stop is set or the time is over; then end: its own waits take less than two seconds.
 
-        readings = Readings(asked.node, unix_ns)
-        listening = serve(readings, MetricsConfig(listen=asked.listen))
-        close = listening.close
-        say(f"metrics are at http://{listening.address}/metrics")
-    devices = Devices()
+    Raises ConfigError.
+    """
+    now_ns, devices = unix_ns(), Devices()
+    readings, end, close = _shown(asked, say)
     sources = build_sources(asked.settings, asked.node, devices, start_ns=now_ns)
     isolation = Isolation(asked.settings.isolation, asked.node)
-    agent = NodeAgent(asked.node, isolation, sources, asked.outlets, readings, devices, settings=asked.settings)
+    agent = NodeAgent(
+        asked.node,
+        isolation,
+        sources,
+        asked.outlets,
+        readings,
+        devices,
+        looking=asked.looking,
+        thrift=Thrift(asked.settings.budget, isolation, say),
+        settings=asked.settings,
+    )
     say(f"watching node {asked.node}: {', '.join(source.name for source in sources)}")
     until_ns = None if asked.for_s is None else now_ns + int(asked.for_s * 1e9)
     try:
         while not stop.wait(TURN_S) and (until_ns is None or unix_ns() < until_ns):
             agent.turn()
     finally:
+        end()
         if hanging := agent.close():
             say(f"ended without an answer of {', '.join(hanging)}")
         close()
+
+
+def _shown(
+    asked: Gathering, say: Callable[[str], None]
+) -> tuple["Readings | None", Callable[[], None], Callable[[], None]]:
+    """What keeps the values that are served or sent, if they are; what ends the sending, and what then closes all."""
+    metrics = asked.settings.metrics
+    push = open_push(metrics, f"{asked.node}/agent", say)
+    if not metrics.listen and push is None:
+        return None, _nothing, _nothing
+    from trainwarden.app.readings import Readings, serve
+
+    readings = Readings(asked.node, unix_ns)
+    listening = serve(readings, metrics) if metrics.listen else None
+    if listening is not None:
+        say(f"metrics are at http://{listening.address}/metrics")
+    if push is not None:
+        push.start(lambda: [(None, readings.collect())])
+
+    def close() -> None:
+        if listening is not None:
+            listening.close()
+        if push is not None:
+            push.close()
+
+    return readings, _nothing if push is None else push.end, close
 
 
 def node_name(given: str | None, settings: NodeSettings) -> str:

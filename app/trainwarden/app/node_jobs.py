@@ -9,13 +9,14 @@ is no tmpfs, or below which something is mounted (a file system of the tenant's 
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from trainwarden.collectors.blind import Blind
+from trainwarden.collectors.folder import Folder
 from trainwarden.collectors.nccl.source import Dumps, DumpsConfig
 from trainwarden.collectors.processes import Processes
 from trainwarden.collectors.rings import Rings
@@ -33,11 +34,16 @@ BASES: Final = (
 JOBS_MAX: Final = 64
 """Jobs followed on one node, and users looked at; a node runs one job a GPU at most."""
 
-_OF_A_RUN: Final = re.compile(r"state-[0-9a-f]{12}")
-"""Folders of `trainwarden run` (app/attempts.py), which watches its jobs itself."""
+_FOLLOWED: Final = re.compile(rf"(?!state-[0-9a-f]{{12}}\Z){JOB_NAME.pattern}")
+"""Folders of jobs, but for those of `trainwarden run` (app/attempts.py), which watches its jobs itself."""
 
-PROCESSES_NS: Final = 500_000_000
-"""Between two looks at a job's processes: their ends are seen at once (by pidfd), and must be said within a second."""
+RINGS_S: Final = 0.25
+"""Between two looks at a job's rings, and at whether a process of it has ended. A death must be said within a second:
+this, a turn of the agent and one of the server (0.2 s each) are less, and still are where the agent's budget
+doubles this (app/budget.py)."""
+
+PROCESSES_NS: Final = 450_000_000
+"""At least this long between two looks at what else befalls processes (OOM kills) while none has ended."""
 
 OVER_NS: Final = 60_000_000_000
 """A job is let go when nothing of it has lived for this long: a launcher restarts its ranks within seconds."""
@@ -73,17 +79,29 @@ class Jobs:
         self.name = f"jobs@{node}"
         self._named, self._bases, self._mounts = tuple(named), tuple(bases), mounts
         self._blind = Blind(Emitter(self.name, job=None, start_ns=start_ns))
+        self._mountinfo = ""
+        self._mounted: dict[Path, str | None] = {}
+        """What that table says of roots: a node has hundreds of mounts, and they seldom change."""
+        self._below: dict[Path, Folder] = {}
         self.found: Mapping[JobId, JobRoot] = {}
         """Replaced as a whole: any thread may read it."""
 
     def poll(self, now_ns: int) -> Iterator[Frame | Event]:
         """Look again; why folders are refused, each reason once."""
-        mountinfo = self._mounts.read_text(errors="surrogateescape")
+        try:
+            mountinfo = self._mounts.read_text(errors="surrogateescape")
+        except OSError as error:
+            yield from self._blind(f"{self._mounts}: {error.strerror}", now_ns)
+            return
+        if mountinfo != self._mountinfo:
+            self._mountinfo, self._mounted = mountinfo, {}
         found: dict[JobId, JobRoot] = {}
-        for root, uid in islice(self._roots(), JOBS_MAX):
+        roots = dict(islice(self._roots(), JOBS_MAX))
+        self._below = {root: self._below.get(root) or Folder(root, _FOLLOWED) for root in roots}
+        for root, uid in roots.items():
             try:
-                why = _why_not(root, uid, mountinfo) or ""
-                jobs = [] if why else list(_jobs_below(root))
+                why = self._not_mounted(root) or _why_not(root, uid) or ""
+                jobs = [] if why else list(_jobs_in(self._below[root], now_ns))
             except OSError as error:
                 why, jobs = error.strerror or str(error), []
             for one in jobs[: JOBS_MAX - len(found)]:
@@ -93,6 +111,15 @@ class Jobs:
             if why:
                 yield from self._blind(f"{root}: {why}", now_ns)
         self.found = found
+
+    def _not_mounted(self, root: Path) -> str | None:
+        """Why the mounts around a folder forbid to look into it; None: they do not."""
+        if root not in self._mounted:
+            kind, below = filesystem_of(root, self._mountinfo), f" {root}/"
+            within = any(below in line for line in self._mountinfo.splitlines())
+            why = "something is mounted below it" if within else None
+            self._mounted[root] = why if kind == "tmpfs" else f"on {kind}, not on tmpfs"
+        return self._mounted[root]
 
     def _roots(self) -> Iterator[tuple[Path, int | None]]:
         """(folder, user that its name says)."""
@@ -110,12 +137,15 @@ class Jobs:
 class JobSource:
     """Source of one job on this node: its rings, and the processes behind its hellos."""
 
-    period_s = Rings.period_s
+    period_s = RINGS_S
 
-    def __init__(self, where: JobRoot, node: str, *, start_ns: int) -> None:
-        self.where, self._node = where, node
-        self._rings = Rings(where.root, node, where.job, start_ns=start_ns)
+    def __init__(
+        self, where: JobRoot, node: str, *, start_ns: int, first: Callable[[int], Iterable[Event]] = lambda now_ns: ()
+    ) -> None:
+        """first: what the job has to be told before a hello of its ranks (the node's fault domains)."""
+        self.where, self._node, self._first = where, node, first
         self.name = f"rings/{where.job}@{node}"
+        self._rings = Rings(where.root, node, where.job, start_ns=start_ns, name=self.name)
         self._processes: Processes | None = None
         self._attempt = -1
         self._lived_ns, self._next_ns = start_ns, 0
@@ -129,13 +159,15 @@ class JobSource:
 
     def poll(self, now_ns: int) -> Iterator[Frame | Event]:
         """What its ranks tell, and which of them have ended."""
+        yield from self._first(now_ns)
         for item in self._rings.poll(now_ns):
             if isinstance(item, Event) and item.kind == "hello":
                 self._meet(item, now_ns)
             if isinstance(item, Frame) and item.schema != "live":
                 self._lived_ns = now_ns
-            yield of_job(item, self.where.job)
-        if now_ns < self._next_ns:
+            yield item
+        ended = self._processes is not None and self._processes.ended
+        if now_ns < self._next_ns and not ended:
             return
         self._next_ns = now_ns + PROCESSES_NS
         if self._processes is not None:
@@ -158,10 +190,9 @@ class JobSource:
         if attempt > self._attempt:
             if self._processes is not None:
                 self._processes.close()
-            folder = self.where.root / self.where.job  # no keeper here: exit statuses are what pidfds tell
             self._attempt, self.began_ns = attempt, hello.t_ns
-            self._processes = Processes(
-                node=self._node, job=self.where.job, attempt=attempt, folder=folder, start_ns=now_ns
+            self._processes = Processes(  # no keeper here: exit statuses are what pidfds tell, no file of the tenant's
+                node=self._node, job=self.where.job, attempt=attempt, folder=None, start_ns=now_ns
             )
         self.epoch, self.began_ns = hello.epoch, min(self.began_ns, hello.t_ns)
         try:
@@ -207,19 +238,14 @@ class JobDumps:
 def of_job(item: Frame | Event, job: JobId) -> Frame | Event:
     """The same from a source of this job's own, `rings/<job>@<node>`: numbers count within a source."""
     name = item.source.replace("@", f"/{job}@", 1)
-    if isinstance(item, Event) and item.subject == Subject(kind="source", id=item.source):
-        return replace(item, source=name, subject=Subject(kind="source", id=name))
+    if isinstance(item, Event) and item.subject.kind == "source" and item.subject.id.startswith(item.source):
+        subject = Subject(kind="source", id=name + item.subject.id.removeprefix(item.source))  # it, or a part of it
+        return replace(item, source=name, subject=subject)
     return replace(item, source=name)
 
 
-def _why_not(root: Path, uid: int | None, mountinfo: str) -> str | None:
-    """Why a folder may not be looked into; None: it may. Raises OSError."""
-    kind = filesystem_of(root, mountinfo)
-    below = f" {root}/"
-    if kind != "tmpfs":
-        return f"on {kind}, not on tmpfs"
-    if any(below in line for line in mountinfo.splitlines()):
-        return "something is mounted below it"
+def _why_not(root: Path, uid: int | None) -> str | None:
+    """Why a folder itself may not be looked into; None: it may. Raises OSError."""
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return "not a folder"
@@ -233,25 +259,19 @@ def _why_not(root: Path, uid: int | None, mountinfo: str) -> str | None:
     return None
 
 
-def _jobs_below(root: Path) -> Iterator[JobRoot]:
+def _jobs_in(folder: Folder, now_ns: int) -> Iterator[JobRoot]:
     """The folders of jobs, of the folder's own user only."""
-    uid = root.lstat().st_uid
-    with os.scandir(root) as listing:
-        names = [
-            entry.name
-            for entry in islice(listing, 4096)
-            if JOB_NAME.match(entry.name) and not _OF_A_RUN.fullmatch(entry.name)
-        ]
-    for name in sorted(names):
-        stamps = [_stamp(root / name / part, uid) for part in ("", "rings", "hello")]
+    root = folder.path
+    for name, _ in sorted(folder.files(now_ns)):
+        stamps = [_stamp(f"{root}/{name}{part}", folder.owner_uid) for part in ("/rings", "", "/hello")]
         if stamps[0] >= 0 and stamps[1] >= 0:
-            yield JobRoot(job=JobId(name), root=root, uid=uid, stamp=(stamps[1], stamps[2]))
+            yield JobRoot(job=JobId(name), root=root, uid=folder.owner_uid, stamp=(stamps[0], stamps[2]))
 
 
-def _stamp(folder: Path, uid: int) -> int:
+def _stamp(folder: str, uid: int) -> int:
     """When a folder of this user was last changed; -1: there is none."""
     try:
-        found = folder.lstat()
+        found = os.lstat(folder)
     except OSError:
         return -1
     return found.st_mtime_ns if stat.S_ISDIR(found.st_mode) and found.st_uid == uid else -1

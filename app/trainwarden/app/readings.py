@@ -16,7 +16,7 @@ from typing import Final
 from prometheus_client import Metric as Family
 
 from trainwarden.alerts.notify.terminal import printable
-from trainwarden.app.endpoint import Listening, MetricsConfig
+from trainwarden.app.endpoint import ExportConfig, Listening
 from trainwarden.app.exposition import families, family_of
 from trainwarden.app.isolation import SourceState
 from trainwarden.core.errors import ConfigError
@@ -52,6 +52,9 @@ AGENT_METRICS: Final[Mapping[str, Metric]] = {
     for row in (
         _own("source_up", "1: the source can be read; 0: it is blind or stale", "source"),
         _own("source_answer_age_seconds", "since the last answer of a source that is blind or stale", "source"),
+        _own("source_stretch_ratio", "times its period a source is polled at, where not 1: agent.budget", "source"),
+        _own("agent_cpu_cores", "CPU that the agent took in its last window, children included, in cores"),
+        _own("agent_cpu_budget_cores", "what it may take (agent.budget.cores) before it polls less often"),
         _own("agent_heartbeat_timestamp_seconds", "when the agent last gathered from its sources (Unix time)"),
         _own("agent_jobs", "jobs whose rings are followed"),
         _own("agent_items", "frames and events gathered", counter=True),
@@ -94,6 +97,10 @@ class Fares:
     """By whatever sends; what sources dropped is theirs to tell."""
     unsent_bytes: int | None = None
     """None: nothing sends."""
+    cpu_cores: float | None = None
+    """None: not measured yet."""
+    cpu_budget_cores: float | None = None
+    """None: there is no budget."""
 
 
 class Readings:
@@ -168,6 +175,12 @@ class Readings:
             yield ("source_up", printable(state.name)), state.word == "up"
             if state.word != "up":
                 yield ("source_answer_age_seconds", printable(state.name)), state.age_s
+            if state.stretch != 1:
+                yield ("source_stretch_ratio", printable(state.name)), state.stretch
+        if now.cpu_cores is not None:
+            yield ("agent_cpu_cores",), now.cpu_cores
+        if now.cpu_budget_cores is not None:
+            yield ("agent_cpu_budget_cores",), now.cpu_budget_cores
         yield ("agent_heartbeat_timestamp_seconds",), now.turn_ns / 1e9
         yield ("agent_jobs",), now.jobs
         yield ("agent_items_total",), now.items
@@ -179,7 +192,7 @@ class Readings:
         yield ("build_info", __version__), 1
 
 
-def serve(readings: Readings, config: MetricsConfig) -> Listening:
+def serve(readings: Readings, config: ExportConfig) -> Listening:
     """Serve them at the address that the settings name. Raises ConfigError."""
     try:
         return Listening(readings, config)

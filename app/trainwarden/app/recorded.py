@@ -93,8 +93,8 @@ class Recorded:
                 self.ended[number] = event
             case "hello" if event.epoch is not None and isinstance(rank := data.get("rank"), int):
                 blind = data.get("blind")
-                if isinstance(blind, Sequence) and "own_work" in blind:
-                    self._no_own_work.setdefault(event.epoch, set()).add(rank)
+                ranks = self._no_own_work.setdefault(event.epoch, set())
+                (ranks.add if isinstance(blind, Sequence) and "own_work" in blind else ranks.discard)(rank)
             case "source.blind":
                 self.blind.append((event.subject.id, str(data.get("why")), event.t_ns, None))
             case "source.up":

@@ -20,16 +20,19 @@ from pathlib import Path
 from trainwarden.app.agent import Agent
 from trainwarden.app.attempts import Attempts, Told
 from trainwarden.app.commands import Commands
-from trainwarden.app.endpoint import open_endpoint
+from trainwarden.app.domains import JobSite
+from trainwarden.app.endpoint import open_endpoint, open_push
 from trainwarden.app.folders import AttemptFolder, JobFolder
 from trainwarden.app.launch import check_command, check_restarts, warnings
+from trainwarden.app.node_sources import NodeSettings
 from trainwarden.app.outlets import Outlets
 from trainwarden.app.repair import Repair, Seen
 from trainwarden.app.server import Server
 from trainwarden.app.store import Store
+from trainwarden.app.surroundings import Surroundings
 from trainwarden.app.tries import Counted
 from trainwarden.app.watched import Watched
-from trainwarden.app.wiring import Settings, acts, build_server, carried_notifiers, choose_policy
+from trainwarden.app.wiring import Beside, Settings, acts, build_server, carried_notifiers, choose_policy
 from trainwarden.collectors.processes import Processes
 from trainwarden.collectors.rings import Rings
 from trainwarden.collectors.stacks import Stacks
@@ -40,6 +43,7 @@ from trainwarden.core.model import Epoch, JobId, Json, StepMatrix, Subject
 from trainwarden.core.ports import Notifier
 from trainwarden.core.process import ProcessId, identify, send
 from trainwarden.core.records import epoch_of
+from trainwarden.core.site import Table, load_site
 from trainwarden.remediation.killing import end
 from trainwarden.remediation.policy import Policy
 
@@ -71,6 +75,10 @@ class Request:
     """Takes the place of the built-in one."""
     policy: Policy = field(default_factory=lambda: choose_policy(None))
     """What may be done; the default only observes."""
+    sources: tuple[Beside, ...] | None = ()
+    """What is read of this host beside the ranks; None: what it lets us read."""
+    beside: NodeSettings = field(default_factory=NodeSettings)
+    """Settings of those."""
     exact: bool = False
     """Whether a resumed training repeats its losses to the last bit (on a GPU it seldom does)."""
 
@@ -94,7 +102,9 @@ class Supervisor:
             check_restarts(self.request.command)
         for warning in warnings(self.request.command):
             self._say(f"warning: {warning}")
-        self._outlets = Outlets(self.request.settings, self.request.job, self._say, self._clock)
+        site = load_site(file) if (file := self.request.settings.site.file) is not None else None
+        push = open_push(self.request.settings.metrics, f"{self.node}/{self.request.job}", self._say)
+        self._outlets = Outlets(self.request.settings, self.request.job, self._say, self._clock, push)
         now_ns = self._clock()
         self.folder = JobFolder.make(self.request.state, self.request.job)
         self._store = Store(self.folder.path / "journal.sqlite")
@@ -116,6 +126,7 @@ class Supervisor:
         self._wire(now_ns, attached=attached)
         self.server.resume()
         self._outlets.begin(self.server.parts.incidents.told)
+        self._tell_domains(site, now_ns)
         self._say_started("take-over" if attached else "run")
         mode = "repairs as its policy says" if acts(self.request.policy) else "observe only"
         self._say(
@@ -199,6 +210,8 @@ class Supervisor:
         witness = Stacks(node=node, job=job, ranks=lambda: self.ranks, start_ns=now_ns, hellos=hellos)
         commands = Commands(self.folder.path, job, start_ns=now_ns)
         processes = self._watched.processes
+        beside = self.request.beside
+        self._surroundings = Surroundings(beside, node, self.request.sources, start_ns=now_ns, say=self._say)
         self._agent = Agent([self._rings, processes, commands], witness, processes.watch)
         self.server: Server = build_server(
             self.request.settings,
@@ -229,7 +242,7 @@ class Supervisor:
             self.server.notifiers["webhook"] = self.repair.carrier.notifier("webhook")
             self.server.carried = frozenset({"webhook"})
         self.repair.seen.incidents = self.server.incidents
-        self.server.line.on_step = self.repair.note
+        self.server.line.on_step = self._stepped
         self.server.start, self.server.tell = self.repair.start, self.repair.carrier.tell
         self.server.on_news = partial(self._outlets.trace, evidence=self.folder.path / "evidence")
         self._show((self._watched.processes.name, commands.name))
@@ -245,26 +258,29 @@ class Supervisor:
             sources=sources,
             peers=self._outlets.peers_up,
             say=self._say,
+            push=self._outlets.push,
+            exported=self._outlets.exported,
         )
-        if self._endpoint is None:
-            return
-        metrics = self.server.metrics = self._endpoint.metrics
-        self.repair.recovered = metrics.recovered
+        if self._endpoint is not None:
+            self.server.metrics = self._endpoint.metrics
+            self.repair.recovered = self._endpoint.metrics.recovered
 
-        def note(matrix: StepMatrix) -> None:
-            self.repair.note(matrix)
-            metrics.step(matrix)
-
-        self.server.line.on_step = note
+    def _stepped(self, matrix: StepMatrix) -> None:
+        self.repair.note(matrix)
+        self._outlets.stepped(matrix)
+        if self.server.metrics is not None:
+            self.server.metrics.step(matrix)
 
     def _shut(self) -> None:
         self.repair.close()
         self._agent.close()
+        self._surroundings.close()
         if self._endpoint is not None:
             self._endpoint.close()
 
     def _poll(self, now_ns: int) -> None:
-        items = self._agent.poll(now_ns)
+        items = [*self._surroundings.poll(now_ns), *self._agent.poll(now_ns)]
+        self._outlets.hear(items)
         silent = not self._watched.said_hello
         self._watched.hear(items)
         if silent and self._watched.said_hello:
@@ -287,6 +303,13 @@ class Supervisor:
         self._ended_ns, self._stopping = None, False
         self._say_started("plan")
         self._say(f"attempt {newest.number} of job {self.request.job} starts from {told or 'the beginning'}")
+
+    def _tell_domains(self, site: Table | None, now_ns: int) -> None:
+        """Where this host hangs, before any rank says hello."""
+        source = f"domains@{self.node}"
+        said = JobSite(self.server.parts.assembler, source, self.request.job, self._say, start_ns=now_ns)
+        self.server.ingest(said.tell([self.node], site, now_ns), now_ns)
+        self.server.ingest(said.tell_step(self.node, os.environ, now_ns), now_ns)
 
     def _say_started(self, by: str) -> None:
         number, slots = self._watched.attempt.number, list(self._attempts.slots)

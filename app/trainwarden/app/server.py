@@ -53,7 +53,7 @@ SAVE_S = 10.0
 LINE = "line"
 """Name of the line's snapshot in the store."""
 
-NOT_JOURNALLED = frozenset({"mark.note", "telemetry.lost"})
+NOT_JOURNALLED = frozenset({"mark.note", "telemetry.lost", "node.domains", "domains.differ"})
 """Events that no machine decides on and that can come in any number; the recording has them."""
 
 

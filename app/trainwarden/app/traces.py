@@ -16,13 +16,13 @@ different hosts have the same names, and so have their incidents) and the round.
 extra; app/otlp.py makes the spans.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from trainwarden.alerts.notify.terminal import printable
+from trainwarden.app.otlp_target import check, headers_of, url_of
 from trainwarden.app.story import IncidentStory, PlanStory
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import Incident, JobId, Outcome
@@ -37,50 +37,47 @@ Attributes: TypeAlias = Mapping[str, str | bool | int | float]
 TEXT_MAX: Final = 1000
 """Characters of a text: reasons hold what a job's tenant wrote, of any length."""
 
-_ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracesConfig:
-    """Where incident traces go. Needs the extra `server`."""
+    """Where traces of incidents and of steps go. Needs the extra `server`."""
 
     otlp_endpoint: str = ""
     """URL of a receiver of OTLP over HTTP (usually port 4318; 4317 is gRPC); `/v1/traces` is added if it does not end
     so. `env`: what OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT says. Empty: nothing is exported,
     even where these are set: we share the environment with the training, which has them for telemetry of its own.
-    Headers and certificates always come from the environment (OTEL_EXPORTER_OTLP_HEADERS, ..._CERTIFICATE)."""
+    Headers and certificates come from the environment (OTEL_EXPORTER_OTLP_HEADERS, ..._CERTIFICATE)."""
+
+    otlp_headers: str = ""
+    """`file:/PATH` or `env:NAME` with NAME=VALUE lines (or commas between): headers for the receiver, a token mostly.
+    They come on top of those of the environment."""
 
     deadline: timedelta = timedelta(seconds=5)
     """For one batch of spans, tried again until then; and how long the end of a run may wait for what is left."""
 
+    steps: int = 0
+    """One of so many steps is told as a trace (100: each hundredth), and so are the steps around an incident's first
+    abnormal sign; 0: none is. At most 25 spans a step, however many ranks."""
+
+    rank: int = 0
+    """Which rank is in each of these traces, beside the slowest and the median one of the step."""
+
     def __post_init__(self) -> None:
-        if self.otlp_endpoint not in ("", "env") and not self.otlp_endpoint.startswith(("https://", "http://")):
-            raise ConfigError(f"traces.otlp_endpoint: need https://..., http://... or env, got {self.otlp_endpoint!r}")
-        if not timedelta(milliseconds=100) <= self.deadline <= timedelta(minutes=1):
-            raise ConfigError(f"traces.deadline: need 100ms to 1m, got {self.deadline.total_seconds():g}s")
+        check("traces", self.otlp_endpoint, self.deadline, "deadline")
+        for name in ("steps", "rank"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"traces.{name}: need 0 or more, got {getattr(self, name)}")
+        if self.steps and not self.otlp_endpoint:
+            raise ConfigError(f"traces.steps: needs traces.otlp_endpoint, got {self.steps} and no receiver")
 
     def url(self) -> str:
         """The full URL that spans are posted to; "": nowhere. Raises ConfigError for `env` with nothing there."""
-        if self.otlp_endpoint != "env":
-            return _with_path(self.otlp_endpoint)
-        exact, base = (os.environ.get(name, "") for name in _ENDPOINTS)
-        if not (exact or base):
-            raise ConfigError(f"traces.otlp_endpoint: is env, but {' and '.join(_ENDPOINTS)} are not set")
-        return exact or _with_path(base)
-
-
-def _with_path(url: str) -> str:
-    """
-    >>> _with_path("http://collector:4318"), _with_path("https://host/otlp/v1/traces")
-    ('http://collector:4318/v1/traces', 'https://host/otlp/v1/traces')
-    """
-    path = "/v1/traces"
-    return url if not url or url.endswith(path) else url.rstrip("/") + path
+        return url_of("traces", self.otlp_endpoint)
 
 
 def open_traces(config: TracesConfig, job: JobId) -> "Traces | None":
-    """What exports incidents; None: nothing does. Raises ConfigError, also for packages that are not there."""
-    url = config.url()
+    """What exports spans; None: nothing does. Raises ConfigError, also for packages that are not there."""
+    url, headers = config.url(), headers_of("traces", config.otlp_headers)
     if not url:
         return None
     try:
@@ -90,7 +87,7 @@ def open_traces(config: TracesConfig, job: JobId) -> "Traces | None":
             f"traces.otlp_endpoint: needs opentelemetry, which is not here ({error}): pip install 'trainwarden[server]'"
         ) from error
     deadline_s = config.deadline.total_seconds()
-    return Traces(otlp_exporter(url, deadline_s), job, deadline_s)
+    return Traces(otlp_exporter(url, headers, deadline_s), job, deadline_s)
 
 
 class Change(NamedTuple):
@@ -221,7 +218,7 @@ def _root(
         path=(key,),
         start_ns=start_ns,
         end_ns=end_ns,
-        attributes=_named(
+        attributes=named(
             job_id=verdict.job,
             incident_id=verdict.id,
             round=round_.number,
@@ -245,7 +242,7 @@ def _changes(round_: _Round, start_ns: int, end_ns: int) -> Iterator[Change]:
     for t_ns, one in round_.revisions:
         now = (one.state, one.tier, one.kind, one.culprit)
         if now != before:
-            told = _named(
+            told = named(
                 revision=one.revision, tier=one.tier.name, kind=one.kind, culprit=one.culprit, reason=one.reason
             )
             yield Change(min(max(t_ns, start_ns), end_ns), one.state, told)
@@ -266,7 +263,7 @@ def _inside(root: SpanPlan, round_: _Round) -> Iterator[SpanPlan]:
 def _plan(root: SpanPlan, story: PlanStory, since_ns: int) -> SpanPlan:
     plan, whole = story.plan, _whole(story)
     end_ns, said = (root.end_ns, {}) if whole is None else (whole[0], _said(whole[1]))
-    attributes = _named(plan_id=plan.id, rule=plan.rule, mode=plan.mode, why=plan.why, **said)
+    attributes = named(plan_id=plan.id, rule=plan.rule, mode=plan.mode, why=plan.why, **said)
     error = "did not end" if whole is None else _failed(whole[1])
     if plan.mode == "observe":  # that nothing was reached is meant, unless the rule would have acted (plan.why)
         error = plan.why if plan.why.startswith("refused") else ""
@@ -280,12 +277,12 @@ def _steps(plan: SpanPlan, story: PlanStory) -> Iterator[SpanPlan]:
     since_ns = decide.end_ns
     if story.plan.mode == "approve":
         left_ns, words = _approved(story) or (rungs[0][0] if rungs else plan.end_ns, {})
-        approval = plan.child("approval", "approval", since_ns, left_ns, _named(**words))
+        approval = plan.child("approval", "approval", since_ns, left_ns, named(**words))
         yield approval
         since_ns = approval.end_ns
     for t_ns, one in rungs:
         goal = story.plan.ladder[one.index].goal
-        attributes = _named(goal=goal, target=story.plan.ladder[one.index].target, **_said(one))
+        attributes = named(goal=goal, target=story.plan.ladder[one.index].target, **_said(one))
         error = "" if story.plan.mode == "observe" else _failed(one)
         rung = plan.child(f"rung {goal}", f"rung-{one.index}", since_ns, t_ns, attributes, error)
         yield rung
@@ -306,8 +303,8 @@ def _failed(outcome: Outcome) -> str:
     return "" if outcome.result in DONE else _text(f"{outcome.result}: {outcome.reason}")
 
 
-def _named(**values: object) -> Attributes:
-    """In our namespace; what is not known or empty is absent."""
+def named(**values: object) -> Attributes:
+    """Attributes in our namespace; what is not known or empty is absent."""
     told = {f"trainwarden.{name}": value for name, value in values.items() if value is not None and value != ""}
     return {name: value if isinstance(value, int | float) else _text(str(value)) for name, value in told.items()}
 

@@ -1,4 +1,5 @@
 """The sending side of an agent: what sources saw goes to a server, over one connection, kept until it is acknowledged.
+Where only HTTP passes, POSTs stand for the connection (posted.py).
 
 The caller only encodes and appends; a thread connects, sends and listens. What no server takes waits in a bounded
 buffer: when it is full the oldest frames go first, then the oldest events, and it is counted (the server sees the gap
@@ -8,30 +9,36 @@ in the numbers of each source and says telemetry.lost). After a cut everything t
 import contextlib
 import os
 import random
-import select
 import socket
-import ssl
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
+from urllib.parse import urlsplit
 
+from trainwarden.app.buffer import Buffer, Held
+from trainwarden.app.ways import Stream, TooLargeError, Way
 from trainwarden.core.auth import TlsFiles, is_loopback, secret
 from trainwarden.core.clock import unix_ns
 from trainwarden.core.codec import frame_to_bytes
-from trainwarden.core.errors import ConfigError, DataError
+from trainwarden.core.errors import ConfigError, DataError, DeliveryError
 from trainwarden.core.model import Event, Frame
+from trainwarden.core.net import place_of
 from trainwarden.core.wire import (
     ACK,
     EVENTS,
     FRAME,
+    LOOK,
     REFUSAL,
+    TAKES_LOOKS,
     WELCOME,
+    Asked,
     Decoder,
     Hello,
+    Message,
     Refusal,
     Welcome,
     ack_from_bytes,
@@ -45,9 +52,7 @@ EVENTS_A_MESSAGE: Final = 100
 LONG_EVENT_BYTES: Final = 32 * 1024
 """An event (a stack, mostly) that ends its batch, so that no batch is too large but by one event."""
 SEND_BYTES: Final = 256 * 1024
-"""Handed to the socket at once."""
-IDLE_MS: Final = 100
-"""Between two looks for an ack where nothing is to be sent."""
+"""Sent at once."""
 SILENT_S: Final = 30.0
 """Without a sign of the server for this long, and for three of its ack periods, the connection counts as dead: a host
 that lost its power closes nothing."""
@@ -58,13 +63,14 @@ class UplinkConfig:
     """Where to send, and how much to keep."""
 
     server: str = ""
-    """HOST:PORT of `trainwarden server`; empty: nothing is sent."""
+    """HOST:PORT of `trainwarden server`: one connection. Its URL (https://HOST[:PORT][/PREFIX]): POSTs, where only HTTP
+    passes; a proxy of the environment (HTTPS_PROXY, NO_PROXY) is used. Empty: nothing is sent."""
 
     token: str = ""
     """`env:NAME` or `file:/PATH` that holds the token of this node (or job)."""
 
     tls: bool = True
-    """Off: plain text, refused unless the server is on loopback or `plaintext` is set."""
+    """Off: plain text, refused unless the server is on loopback or `plaintext` is set. A URL says it itself."""
 
     files: TlsFiles = field(default_factory=TlsFiles)
     """Own CA of the server's certificate; certificate and key where the server asks for one."""
@@ -81,20 +87,57 @@ class UplinkConfig:
     connect_s: float = 10.0
     """Deadline of a connect, of the TLS handshake and of the server's welcome, each."""
 
+    post_s: float = 1.0
+    """Between two POSTs, so that what is seen meanwhile goes together; more than 256 KiB go at once."""
+
     def __post_init__(self) -> None:
-        host, _, port = self.server.rpartition(":")
-        if self.server and (not host or not port.isdecimal() or not 0 < int(port) < 65536):
-            raise ConfigError(f"uplink.server: need HOST:PORT, got {self.server!r}")
-        if self.server and not self.tls and not self.plaintext and not is_loopback(host.strip("[]")):
-            raise ConfigError(f"uplink.tls: need true (or uplink.plaintext: true) for {self.server}, got false")
+        if self.server:
+            self._check_server()
         if self.buffer_bytes < 1024 * 1024:
             raise ConfigError(f"uplink.buffer_bytes: need at least 1048576, got {self.buffer_bytes}")
+        if not 0.01 <= self.post_s <= 10.0:  # a server forgets a session after a minute
+            raise ConfigError(f"uplink.post_s: need 0.01 to 10, got {self.post_s:g}")
+
+    def _check_server(self) -> None:
+        try:
+            host, port, got = *self.address, self.place
+        except (ValueError, DeliveryError):
+            host, port, got = "", 0, "a URL that is none"
+        if not host or not 0 < port < 65536 or "@" in self.server:
+            raise ConfigError(f"uplink.server: need HOST:PORT or http[s]://HOST[:PORT][/PREFIX], got {got!r}")
+        if not self.encrypted and not self.plaintext and not is_loopback(host):
+            key, need = ("server", "https://") if self.posts else ("tls", "true")
+            got = self.place if self.posts else "false"
+            raise ConfigError(f"uplink.{key}: need {need} (or uplink.plaintext: true) for {self.place}, got {got}")
+
+    @property
+    def posts(self) -> bool:
+        """Whether the server is spoken to by POST."""
+        return self.server.startswith(("http://", "https://"))
+
+    @property
+    def place(self) -> str:
+        """`server` as it may be told."""
+        return place_of(self.server) if self.posts else self.server
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether nobody on the way can read along."""
+        return self.server.startswith("https://") if self.posts else self.tls
+
+    @property
+    def certain(self) -> bool:
+        """Whether nobody else can speak in the server's place."""
+        return self.encrypted or is_loopback(self.address[0])
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of `server`, which is not empty."""
+        """Of `server`. Raises ValueError where that is none."""
+        if self.posts:
+            parts = urlsplit(self.server)
+            return parts.hostname or "", parts.port or (443 if self.encrypted else 80)
         host, _, port = self.server.rpartition(":")
-        return host.strip("[]"), int(port)
+        return host.strip("[]"), int(port) if port.isdecimal() else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,94 +159,31 @@ class UplinkCounts:
     connects: int = 0
     failures: int = 0
     """Connections that could not be made or ended otherwise than by us."""
+    not_taken: int = 0
+    """Messages of the server that are nothing to an agent: a newer one sent them, or looks that are not wanted."""
     waiting_bytes: int = 0
     """In the buffer now."""
-
-
-@dataclass(slots=True)
-class _Held:
-    """One message in the buffer."""
-
-    number: int
-    message: bytes
-
-
-class _Buffer:
-    """Messages in the order of their numbers: first those sent and not acknowledged, then the others. No lock."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max = max_bytes
-        self.bytes = self._number = 0
-        self._sent: dict[bool, deque[_Held]] = {True: deque(), False: deque()}
-        """By whether they are frames: frames go first."""
-        self._unsent: dict[bool, deque[_Held]] = {True: deque(), False: deque()}
-
-    def add(self, message: bytes, *, is_frame: bool) -> list[str]:
-        """Append one, and say which fields of UplinkCounts what had to go for it counts under."""
-        self._number += 1
-        self._unsent[is_frame].append(_Held(self._number, message))
-        self.bytes += len(message)
-        gone = []
-        while self.bytes > self._max:
-            kind = bool(self._sent[True] or self._unsent[True])
-            was_sent = bool(self._sent[kind])
-            self._forget((self._sent if was_sent else self._unsent)[kind])
-            gone.append("forgotten" if was_sent else "dropped_frames" if kind else "dropped_events")
-        return gone
-
-    def take(self, max_bytes: int) -> list[_Held]:
-        """The next messages to send, at least one if there is any; they count as sent."""
-        out: list[_Held] = []
-        size = 0
-        while size < max_bytes and (kind := self._first(self._unsent)) is not None:
-            held = self._unsent[kind].popleft()
-            self._sent[kind].append(held)
-            out.append(held)
-            size += len(held.message)
-        return out
-
-    def acked(self, number: int) -> None:
-        """All up to this one are safe."""
-        for held in self._sent.values():
-            while held and held[0].number <= number:
-                self._forget(held)
-
-    def rewind(self) -> int:
-        """What was not acknowledged is to be sent again; how many messages wait now."""
-        for kind, held in self._sent.items():
-            self._unsent[kind].extendleft(reversed(held))
-        self._sent = {True: deque(), False: deque()}
-        return sum(map(len, self._unsent.values()))
-
-    @property
-    def all_sent(self) -> bool:
-        """Whether nothing waits for its first or next sending."""
-        return self._first(self._unsent) is None
-
-    def _forget(self, held: deque[_Held]) -> None:
-        self.bytes -= len(held.popleft().message)
-
-    @staticmethod
-    def _first(queues: dict[bool, deque[_Held]]) -> bool | None:
-        heads = [(held[0].number, kind) for kind, held in queues.items() if held]
-        return min(heads)[1] if heads else None
 
 
 class Uplink:
     """offer() whatever was seen, at any time; close() once."""
 
-    def __init__(self, config: UplinkConfig, node: str) -> None:
-        """Raises ConfigError: a token that cannot be read, certificates that cannot be used."""
+    def __init__(self, config: UplinkConfig, node: str, on_look: Callable[[Asked], None] | None = None) -> None:
+        """on_look: takes what the server asks to look at, in our thread, and never waits; None: nothing is taken, as
+        from a server that could be anybody. Raises ConfigError: a token that cannot be read, certificates that cannot
+        be used."""
         self._config, self._node = config, node
         self._token = secret(config.token, "uplink.token")
-        self._context = config.files.client() if config.tls else None
+        self._context = config.files.client() if config.encrypted else None
+        self._on_look = on_look if config.certain else None
         self._name = f"{unix_ns()}-{os.getpid()}"
-        self._buffer = _Buffer(config.buffer_bytes)
+        self._buffer = Buffer(config.buffer_bytes)
         self._counts: Counter[str] = Counter()
         self._changed = threading.Condition()
         """Guards buffer and counts."""
-        self._connection: socket.socket | None = None
-        self._closing = False
+        self._way: Way | None = None
+        self._hurry, self._closing = threading.Event(), False
+        self._at_once = SEND_BYTES
         self._wake, self._woken = socket.socketpair()
         self.failing = "not connected yet"
         """Why nothing is sent right now, in words; empty: all is well."""
@@ -232,13 +212,15 @@ class Uplink:
 
     def close(self, deadline_s: float = 2.0) -> None:
         """Send what can be sent until then, and end."""
+        self._hurry.set()
+        self._poke()
         with self._changed:
             self._changed.wait_for(lambda: self._buffer.all_sent or bool(self.failing), deadline_s)
             self._closing = True
             self._changed.notify_all()
-            if not self._buffer.all_sent and self._connection is not None:
+            if not self._buffer.all_sent and self._way is not None:
                 with contextlib.suppress(OSError):  # it may be in the middle of a send that nobody takes
-                    self._connection.shutdown(socket.SHUT_RDWR)
+                    self._way.end()
         self._poke()
         self._thread.join(self._config.connect_s + 1.0)  # a name lookup may hang for longer: it holds nothing
         self._wake.close()
@@ -250,88 +232,95 @@ class Uplink:
         with self._woken:
             while not self._closing:
                 try:
-                    with self._connected() as connection:
-                        decoder, silent_s = self._greet(connection)
+                    with contextlib.closing(self._found()) as way:
+                        decoder, early, silent_s = self._greet(way)
                         failed = 0
-                        self._serve(connection, decoder, silent_s)
+                        self._serve(way, decoder, early, silent_s)
                 except (OSError, DataError) as error:  # ssl.SSLError is an OSError
                     failed += 1
                     self._failed(str(error) or type(error).__name__)
                 wait_s = min(0.25 * 2 ** min(failed, 30), self._config.backoff_max_s) * random.uniform(0.75, 1.25)
                 with self._changed:
-                    self._connection = None
+                    self._way = None
                     self._changed.wait_for(lambda: self._closing, wait_s)
 
-    def _connected(self) -> socket.socket:
-        host, port = self._config.address
-        plain = socket.create_connection((host, port), self._config.connect_s)
-        try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return plain if self._context is None else self._context.wrap_socket(plain, server_hostname=host)
-        except BaseException:
-            plain.close()
-            raise
+    def _found(self) -> Way:
+        """A way to the server. Raises OSError."""
+        if not self._config.posts:
+            return Stream(self._config.address, self._context, self._config.connect_s, self._woken)
+        from trainwarden.app.posted import Posted  # an HTTP client: only for those who have no other way
 
-    def _greet(self, connection: socket.socket) -> tuple[Decoder, float]:
-        """Say who we are and hear that we are welcome, and how long the server may be silent."""
+        return Posted(self._config, self._token, self._context, self._woken, self._hurry, self._busy)
+
+    def _greet(self, way: Way) -> tuple[Decoder, list[Message], float]:
+        """Say who we are and hear that we are welcome; what came at once with that, and how long the server may be
+        silent."""
         with self._changed:
-            self._connection = connection
+            self._way = way
             backlog = self._buffer.rewind()
-        connection.sendall(say(Hello(node=self._node, token=self._token, uplink=self._name, backlog=backlog)))
+        takes = () if self._on_look is None else (TAKES_LOOKS,)
+        way.send(say(Hello(node=self._node, token=self._token, uplink=self._name, backlog=backlog, takes=takes)))
         decoder, end_s = Decoder(WELCOME), time.monotonic() + self._config.connect_s
         while time.monotonic() < end_s:
-            for kind, body in decoder.feed(_received(connection)):
+            for kind, body in (messages := [*decoder.feed(way.receive())])[:1]:
                 if kind != WELCOME:
                     raise DataError(f"refused: {heard(Refusal, body).why}")
                 welcome = heard(Welcome, body)
                 with self._changed:
                     self._counts["connects"] += 1
                     self.failing = ""
-                return decoder, max(SILENT_S, 3 * welcome.ack_s)
+                return decoder, messages[1:], max(SILENT_S, 3 * welcome.ack_s)
         raise TimeoutError("no welcome")
 
-    def _serve(self, connection: socket.socket, decoder: Decoder, silent_s: float) -> None:
+    def _serve(self, way: Way, decoder: Decoder, early: list[Message], silent_s: float) -> None:
         """Send and listen until we close."""
-        connection.settimeout(silent_s)
+        way.patience(silent_s)
         wire, heard_s = _Wire(), time.monotonic()
+        self._hear(wire, decoder, early)
         while not (self._closing and self._all_sent):
-            if self._readable(connection):
+            if way.ready(wait=not self._waits(min(way.batch_bytes, self._at_once))):
                 heard_s = time.monotonic()
-                for kind, body in decoder.feed(_received(connection)):
-                    if kind == REFUSAL:
-                        raise DataError(f"refused: {heard(Refusal, body).why}")
-                    if kind == ACK:
-                        self._take_ack(wire, ack_from_bytes(body))
+                self._hear(wire, decoder, decoder.feed(way.receive()))
             elif time.monotonic() - heard_s > silent_s:
                 raise TimeoutError(f"no sign of the server for {silent_s:.0f} s")
-            self._send(connection, wire)
+            self._send(way, wire)
 
-    def _readable(self, connection: socket.socket) -> bool:
-        """Whether the server said something; waits a little where there is nothing to send."""
-        if isinstance(connection, ssl.SSLSocket) and connection.pending():
-            return True
-        poll = select.poll()  # select takes no descriptor above 1023
-        for one in (connection, self._woken):
-            poll.register(one, select.POLLIN)
-        ready = {number for number, _ in poll.poll(IDLE_MS if self._all_sent else 0)}
-        if self._woken.fileno() in ready:
-            self._woken.recv(4096)
-        return connection.fileno() in ready
+    def _waits(self, size: int) -> bool:
+        with self._changed:
+            return self._buffer.holds(size)
 
     @property
     def _all_sent(self) -> bool:
         with self._changed:
             return self._buffer.all_sent
 
-    def _send(self, connection: socket.socket, wire: "_Wire") -> None:
+    def _send(self, way: Way, wire: "_Wire") -> None:
         with self._changed:
-            held = self._buffer.take(SEND_BYTES)
+            held = self._buffer.take(self._at_once)
             self._counts["sent"] += len(held)
-        if held:
-            wire.numbers.extend(one.number for one in held)
-            connection.sendall(b"".join(one.message for one in held))
+        wire.numbers.extend(one.number for one in held)
+        if held or way.polls:
+            try:
+                way.send(b"".join(one.message for one in held))
+            except TooLargeError:
+                self._shrink(held)
+                raise
             with self._changed:
                 self._changed.notify_all()
+
+    def _shrink(self, held: list[Held]) -> None:
+        """Somebody on the way takes no message so large: send them one by one, and give up the one that it is."""
+        self._at_once = 1 if len(held) > 1 else SEND_BYTES
+        if len(held) == 1:
+            with self._changed:
+                self._buffer.drop(held[0])
+                self._counts["too_large"] += 1
+
+    def _busy(self, why: str) -> None:
+        """The server asks for patience (empty: no more)."""
+        with self._changed:
+            self.failing = why and f"{self._config.place}: {why}"
+            self._changed.notify_all()
 
     def _take_ack(self, wire: "_Wire", count: int) -> None:
         if not wire.acked <= count <= wire.acked + len(wire.numbers):
@@ -342,10 +331,33 @@ class Uplink:
             self._counts["acked"] += len(new)
             self._changed.notify_all()
 
+    def _hear(self, wire: "_Wire", decoder: Decoder, messages: Iterable[Message]) -> None:
+        for kind, body in messages:
+            if kind == REFUSAL:
+                raise DataError(f"refused: {heard(Refusal, body).why}")
+            if kind == ACK:
+                self._take_ack(wire, ack_from_bytes(body))
+            else:
+                self._asked(kind, body)
+        self._pass_over(decoder.skipped)
+        decoder.skipped = 0
+
+    def _asked(self, kind: int, body: bytes) -> None:
+        """A look is all that a server may ask of us; one that we do not understand is a newer server's."""
+        with contextlib.suppress(DataError):
+            if kind == LOOK and self._on_look is not None:
+                self._on_look(heard(Asked, body))
+                return
+        self._pass_over(1)
+
+    def _pass_over(self, count: int) -> None:
+        with self._changed:
+            self._counts["not_taken"] += count
+
     def _failed(self, why: str) -> None:
         with self._changed:
             self._counts["failures"] += not self._closing
-            self.failing = f"{self._config.server}: {why}"
+            self.failing = f"{self._config.place}: {why}"
             self._changed.notify_all()
 
     def _poke(self) -> None:
@@ -361,13 +373,6 @@ class _Wire:
     numbers: deque[int] = field(default_factory=deque)
     """Sent and not acknowledged."""
     acked: int = 0
-
-
-def _received(connection: socket.socket) -> bytes:
-    data = connection.recv(64 * 1024)
-    if not data:
-        raise ConnectionError("the server closed the connection")
-    return data
 
 
 def _messages(items: Iterable[Frame | Event]) -> Iterator[tuple[bytes, bool]]:

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from trainwarden.alerts.incidents import Incidents, IncidentsConfig
 from trainwarden.alerts.notify.alertmanager import Alertmanager, AlertmanagerConfig
@@ -24,6 +25,7 @@ from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import JobId, Look
 from trainwarden.core.ports import Notifier
 from trainwarden.core.recording import Recorder
+from trainwarden.core.site import SiteConfig
 from trainwarden.core.steps import StepAssembler, StepsConfig
 from trainwarden.detectors.death import Death, DeathConfig
 from trainwarden.detectors.hang import Hang, HangConfig
@@ -31,6 +33,9 @@ from trainwarden.detectors.loss import NonFinite, NonFiniteConfig
 from trainwarden.detectors.straggler import Straggler, StragglerConfig
 from trainwarden.remediation.policy import Policy, load_policy, shipped_policy
 from trainwarden.remediation.repairs import Repairs
+
+Beside: TypeAlias = Literal["kernel_log", "nvml", "dcgm", "infiniband", "host", "pcie", "mounts"]
+"""Sources of a node that `trainwarden run` can read beside the ranks (app/surroundings.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,10 @@ class RunConfig:
     recording_max_bytes: int = 1 << 30
     """Size of a job's recording; beyond it the oldest part goes. 8 ranks fill it in about a week."""
 
+    sources: tuple[Beside, ...] | None = None
+    """What is read of this host beside the ranks, each set up by its section `collectors.*`. None: what this host has
+    and lets us read; what it does not is told in a line."""
+
     def __post_init__(self) -> None:
         if self.slots is not None and self.slots < 1:
             raise ConfigError(f"run.slots: need at least 1, got {self.slots}")
@@ -58,6 +67,7 @@ class Settings:
     """Everything a settings file can say."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    site: SiteConfig = field(default_factory=SiteConfig)
     steps: StepsConfig = field(default_factory=StepsConfig)
     death: DeathConfig = field(default_factory=DeathConfig)
     hang: HangConfig = field(default_factory=HangConfig)
@@ -72,6 +82,7 @@ class Settings:
 
 SECTIONS: Mapping[str, tuple[str, type[object]]] = {
     "run": ("run", RunConfig),
+    "site": ("site", SiteConfig),
     "steps": ("steps", StepsConfig),
     "detectors.death": ("death", DeathConfig),
     "detectors.hang": ("hang", HangConfig),

@@ -1,4 +1,4 @@
-"""What a source cannot read, said once for each cause."""
+"""What a source cannot read: pieces that it refuses, each cause once; parts that are blind, until they are not."""
 
 from typing import Final
 
@@ -10,7 +10,8 @@ MAX_CAUSES: Final = 64
 
 
 class Blind:
-    """Makes Event source.blind, at most one a cause."""
+    """Makes Event source.blind, at most one a cause, of the part `refused` of a source: what it refuses for good makes
+    nothing else of it blind. The subject is `source:rings@n1/refused`."""
 
     def __init__(self, emit: Emitter) -> None:
         self._emit = emit
@@ -21,8 +22,8 @@ class Blind:
         if why in self._told or len(self._told) == MAX_CAUSES:
             return []
         self._told.add(why)
-        source = Subject(kind="source", id=self._emit.source)
-        return [self._emit("source.blind", source, now_ns=now_ns, data={"why": why})]
+        part = Subject(kind="source", id=f"{self._emit.source}/refused")
+        return [self._emit("source.blind", part, now_ns=now_ns, data={"why": why})]
 
 
 class Parts:

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from trainwarden.collectors.blind import Parts
-from trainwarden.collectors.prometheus_text import Answer, Sample, Scraper
+from trainwarden.collectors.prometheus_text import Answer, Sample, scrape
 from trainwarden.collectors.readingframes import ReadingFrames, Row
 from trainwarden.core.clock import Clock, unix_ns
 from trainwarden.core.emit import Emitter
@@ -212,7 +212,7 @@ class DcgmConfig:
     """`http://HOST:PORT/metrics`, or `env:NAME` or `file:/PATH` to take it from there, as where it holds a password."""
 
     period: timedelta = timedelta(seconds=10)
-    """Between two scrapes; what one brings is told at the next. The exporter itself samples every 30 s by default
+    """Between two scrapes. The exporter itself samples every 30 s by default
     (`DCGM_EXPORTER_INTERVAL`, in milliseconds): asking more often than it samples shows nothing new."""
 
     deadline: timedelta = timedelta(seconds=5)
@@ -271,10 +271,9 @@ class Dcgm:
 
     def __init__(self, config: DcgmConfig, node: str, *, start_ns: int, clock: Clock = unix_ns) -> None:
         self.name, self.period_s = f"dcgm@{node}", config.period.total_seconds()
-        self._config, self._node = config, node
+        self._config, self._node, self._clock = config, node, clock
         self._parts = Parts(Emitter(self.name, job=None, start_ns=start_ns))
         self._frames = ReadingFrames(self.name, start_ns=start_ns)
-        self._scraper = Scraper(config.url, config.deadline.total_seconds(), clock)
         self._names = (node, *config.hosts)
         self._gpus: set[str] = set()
         self._xids: dict[tuple[str, str, str], float] = {}
@@ -283,16 +282,9 @@ class Dcgm:
         """What was passed over, by why: bad_line, left_out, other_host, no_device, too_many, blank, unknown."""
 
     def poll(self, now_ns: int) -> list[Frame | Event]:
-        """What the last scrape brought; begins the next. Never waits."""
-        said = self._scraper.take()
-        self._scraper.start()
-        if said is None:
-            return []
+        """What a scrape brings; waits for it, at most its deadline."""
+        said = scrape(self._config.url, self._config.deadline.total_seconds(), self._clock)
         return self.hear(said, now_ns) if isinstance(said, Answer) else [*self._parts("", said, now_ns)]
-
-    def close(self) -> None:
-        """Scrape no more; waits for a scrape under way, at most its deadline."""
-        self._scraper.close()
 
     def hear(self, answer: Answer, now_ns: int) -> list[Frame | Event]:
         """What one answer tells: readings, and what is blind or can be read again."""

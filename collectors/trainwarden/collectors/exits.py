@@ -61,6 +61,11 @@ class ExitWatch:
         self._watched[descriptor] = process
         self._epoll.register(descriptor, select.EPOLLIN)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether drain() has something to tell."""
+        return bool(self._ended)
+
     def drain(self) -> list[Exit]:
         """Every end seen since the last call, in the order of death."""
         found = [self._ended.popleft() for _ in range(len(self._ended))]
@@ -68,6 +73,8 @@ class ExitWatch:
 
     def close(self) -> None:
         """Stop watching."""
+        if self._epoll.closed:
+            return
         os.write(self._wake_write, b"x")
         self._thread.join()
         for descriptor in (*self._watched, self._wake_read, self._wake_write):

@@ -107,6 +107,8 @@ def _check(data: Mapping[str, Any]) -> None:
     for key in _WHOLE:
         if type(data[key]) is not int or not 0 <= data[key] < 1 << 62:
             raise DataError(f"{key}: expected a whole number, got {data[key]!r:.40}")
+    if data["pid"] >= 1 << 31:
+        raise DataError(f"pid: no process has number {data['pid']}")
     for key in _TEXT:
         if not isinstance(data[key], str):
             raise DataError(f"{key}: expected text, got {data[key]!r:.40}")

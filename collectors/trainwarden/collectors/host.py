@@ -191,8 +191,9 @@ def _all(values: Values, why: str) -> Values:
 
 def _state(path: str) -> bytes | None:
     """The state letter of /proc/PID/stat: behind the last bracket, since a process may call itself `) D (`."""
-    words = read_or_nothing(path).rpartition(b")")[2].split(None, 1)
-    return words[0] if words else None
+    _, bracket, rest = read_or_nothing(path).rpartition(b")")
+    words = rest.split(None, 1)
+    return words[0] if bracket and words else None
 
 
 def _pressure_total(text: bytes) -> int:

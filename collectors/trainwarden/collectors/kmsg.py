@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ _GRANTS = {
     errno.EACCES: "grant read access (root, group adm or CAP_DAC_READ_SEARCH), or read the journal instead",
     errno.ENOENT: "mount /dev/kmsg into the container, or read the journal or log files of the host instead",
 }
+
+_ANOTHER = "not the kernel's log device (1, 11): containers may have /dev/null or a console in its place"
 
 Gap = tuple[int | None, int | None]
 """First and last number of records that nobody will see; None: not known."""
@@ -109,7 +112,9 @@ class Kmsg:
         if self._descriptor < 0 and now_ns >= self._retry_ns:
             self._retry_ns = now_ns + RETRY_NS
             try:
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+                if not _is_kernel_log(os.fstat(self._descriptor)):
+                    raise OSError(errno.ENODEV, _ANOTHER)
                 with contextlib.suppress(OSError):  # a pipe in place of the device is read from where it is
                     os.lseek(self._descriptor, 0, os.SEEK_END if self._number is None else os.SEEK_SET)
                 self.why_blind = ""
@@ -296,6 +301,12 @@ def _log(config: KernelLogConfig) -> Log:
     from trainwarden.collectors.files.kernel_logs import KernelLogFiles
 
     return KernelLogFiles(Path(config.source), recorded=config.recorded)
+
+
+def _is_kernel_log(found: os.stat_result) -> bool:
+    """The device, or a pipe: then somebody gives us records."""
+    device = stat.S_ISCHR(found.st_mode) and found.st_rdev == os.makedev(1, 11)
+    return device or stat.S_ISFIFO(found.st_mode)
 
 
 def _load(file: Path | None) -> Mapping[str, Json]:

@@ -6,6 +6,7 @@ answered by the next poll is taken, and a reader that is silent for too long is 
 hung on is left out for a while, so that the others are seen; a reader that cannot be killed (state D) is left behind.
 
 Silence on a GPU is told as source.blind of the part gpu-<index>, with its UUID; a GPU that NVML calls lost is an event.
+What the node shares with others is told as node.domains: driver, gpu (the product), nvlink (a domain that spans nodes).
 """
 
 import importlib.util
@@ -71,13 +72,11 @@ class _Gpu:
     absent: Mapping[str, str] = field(default_factory=dict)
     """Signals it did not tell in the last slow pass, and why."""
     pids: tuple[int, ...] = ()
+    fabric: str = ""
 
 
 class Nvml:
     """Source of readings of GPUs and NVLinks, device.found and device.lost."""
-
-    period_s = 0.25
-    """Of looking whether there is an answer; how often GPUs are read is NvmlConfig's."""
 
     def __init__(
         self, config: NvmlConfig, *, node: str, start_ns: int, clock: Callable[[], int] = time.monotonic_ns
@@ -88,6 +87,7 @@ class Nvml:
         self._parts = Parts(self._emit)
         self._frames = ReadingFrames(self.name, start_ns=start_ns)
         self._gpus: dict[str, _Gpu] = {}
+        self._domains: dict[str, str] = {}
         self.restarts = 0
         """Readers that had to be replaced."""
         self._reader: Talker | None = None
@@ -104,6 +104,12 @@ class Nvml:
         self._heard_at = self._fast_at = self._slow_at = now
         self._relist_at = now + int(RELIST_S * 1e9)
         self._opened: dict[int, str] = {}
+
+    @property
+    def period_s(self) -> float:
+        """Of looking whether there is an answer, or whether to ask again; how often GPUs are read is NvmlConfig's."""
+        due = self._start_at if self._reader is None else self._clock() if self._busy else self._fast_at
+        return min(max((due - self._clock()) / 1e9, 0.25), 1.0)
 
     @property
     def busy(self) -> bool:
@@ -191,6 +197,7 @@ class Nvml:
         elif word.what == "done":
             self._busy, self._at, self._failures = False, -1, 0
             yield from self._unlisted(now_ns)
+            yield from self._in_common(now_ns)
         elif self._reader is not None:
             self._at = -1  # it is not about a GPU
             yield from self._end(self._reader, f"NVML: {word.why}", now_ns)
@@ -264,6 +271,7 @@ class Nvml:
         gpu.lost = False
         if told.pids is not None:
             gpu.absent, gpu.pids = told.absent, told.pids
+            gpu.fabric = told.fabric or gpu.fabric  # while it is reset it does not say so
             yield from self._vanished(gpu, part, now_ns)
         gpu.given |= told.values.keys()
         if new:
@@ -288,11 +296,31 @@ class Nvml:
             if uuid not in self._opened.values() and gpu.device.index not in self._skip:
                 yield from self._lost(gpu, "it is not listed any more", now_ns)
 
+    def _in_common(self, now_ns: int) -> Iterator[Event]:
+        """Fault domains of the node, where they changed; a GPU that is lost still hangs where it hung."""
+        found: dict[str, str] = {}
+        for name, of in _DOMAINS.items():
+            values = {gpu.device.index: of(gpu) for gpu in self._gpus.values()}
+            alike = len(set(values.values())) == 1
+            found |= {name if alike else f"{name}.{index}": value for index, value in values.items() if value}
+        if found != self._domains:
+            self._domains = found
+            node = Subject(kind="node", id=self.name.partition("@")[2])
+            yield self._emit("node.domains", node, now_ns=now_ns, data={"from": "nvml", "domains": found})
+
     def _vanished(self, gpu: _Gpu, part: str, now_ns: int) -> list[Event]:
         gone = sorted(gpu.given & gpu.absent.keys())
         words = ", ".join(f"{name} ({gpu.absent[name]})" for name in gone)
         why = f"GPU {gpu.device.index} ({gpu.device.uuid}) does not tell any more: {words}" if gone else ""
         return self._parts(f"{part}/signals", why, now_ns)
+
+
+_DOMAINS: Final[Mapping[str, Callable[[_Gpu], str]]] = {
+    "driver": lambda gpu: gpu.device.driver,
+    "gpu": lambda gpu: gpu.device.name,
+    "nvlink": lambda gpu: gpu.fabric,
+}
+"""Fault domain -> what a GPU says of it; where GPUs of a node differ, each has its own: nvlink.3."""
 
 
 def _rows(uuid: str, told: Told) -> Iterator[Row]:

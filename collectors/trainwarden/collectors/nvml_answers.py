@@ -39,6 +39,8 @@ class Told:
     links: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     pids: tuple[int, ...] | None = None
     """Of compute processes; None: not asked in this pass (nor were `links`)."""
+    fabric: str = ""
+    """The NVLink domain that spans nodes; "": none."""
     device: Device | None = None
     lost: str = ""
 
@@ -61,7 +63,7 @@ def parse_answer(line: bytes) -> Told | Word:
     try:
         said = json.loads(line)
         return _told(said) if "i" in said else _word(said)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"no answer of the NVML reader: {line[:80]!r}") from error
 
 
@@ -78,11 +80,12 @@ def _told(said: Mapping[str, Any]) -> Told:
     device, pids = said.get("device"), said.get("pids")
     return Told(
         index=_index(said["i"]),
-        t_ns=int(said["t_ns"]),
+        t_ns=_whole(said["t_ns"], 2**63 - 1),
         values=_numbers(said.get("v", {}), "gpu_"),
         absent={_text(name): _text(why) for name, why in said.get("absent", {}).items()},
         links={_index(link): _numbers(told, "nvlink_") for link, told in said.get("links", {}).items()},
         pids=None if pids is None else tuple(int(pid) for pid in pids),
+        fabric=_text(said.get("fabric", "")),
         device=None if device is None else _device(device),
         lost=_text(said.get("lost", "")),
     )
@@ -99,10 +102,14 @@ def _numbers(said: Mapping[str, Any], prefix: str) -> dict[str, float]:
 
 
 def _index(value: Any) -> int:
-    index = int(value)
-    if not 0 <= index <= INDEX_MAX:
-        raise ValueError(index)
-    return index
+    return _whole(value, INDEX_MAX)
+
+
+def _whole(value: Any, most: int) -> int:
+    number = int(value)
+    if not 0 <= number <= most:
+        raise ValueError(number)
+    return number
 
 
 def _text(value: Any) -> str:

@@ -7,18 +7,20 @@ once; then for each GPU `{"at": index}` before its first call, so that the GPU o
 `{"i": index, "t_ns", "v", "absent"}` after its last; `{"done": true}` at the end of the pass; `{"blind": words}` when
 NVML cannot be used at all. A slow pass adds `links` and `pids`, a GPU's first answer `device` (who it is), a lost GPU's
 is `lost` (NVML's words). Calls on one GPU that take longer than PATIENCE_S end the process by SIGALRM, in case that
-nobody is left to kill it.
+nobody is left to kill it. `fabric`, in slow passes, is the NVLink domain that spans nodes, "" where there is none.
 
 Numbers are in base units. What NVML does not tell is in `absent` (name -> its words), never 0. Standard library and
 nvidia-ml-py only (15 MB resident). Rates of counters, and what a value means, are decided elsewhere.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -235,7 +237,7 @@ def read_gpu(gpu: Any, *, slow: bool) -> dict[str, Any]:
     pids: list[int] = []
     told.call(("gpu_processes",), 1, _processes, gpu, pids)
     links = dict(_links(gpu, told.absent))
-    return {"v": told.values, "absent": told.absent, "links": links, "pids": pids}
+    return {"v": told.values, "absent": told.absent, "links": links, "pids": pids, "fabric": fabric(gpu)}
 
 
 def _links(gpu: Any, absent: dict[str, str]) -> Iterator[tuple[int, Mapping[str, float]]]:
@@ -253,6 +255,20 @@ def _links(gpu: Any, absent: dict[str, str]) -> Iterator[tuple[int, Mapping[str,
         names |= told.values.keys()
         untold = told.absent | untold
     absent |= {name: words for name, words in untold.items() if name not in names}
+
+
+def fabric(gpu: Any) -> str:
+    """<ClusterUUID>.<cliqueId>, as the label nvidia.com/gpu.clique has it; "" for a GPU that is in no such domain (one
+    of a single server has a UUID of zeros), is not registered yet, or has a driver that cannot tell."""
+    try:
+        info = nv.c_nvmlGpuFabricInfoV_t()
+        nv.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
+    except Exception as error:
+        _words(error)
+        return ""
+    there = info.state == nv.NVML_GPU_FABRIC_STATE_COMPLETED and info.status == nv.NVML_SUCCESS
+    cluster = bytes(info.clusterUuid)
+    return f"{uuid.UUID(bytes=cluster)}.{info.cliqueId}" if there and any(cluster) else ""
 
 
 def who(gpu: Any, index: int) -> dict[str, Any]:

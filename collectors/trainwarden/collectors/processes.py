@@ -43,8 +43,8 @@ class Processes:
     UNSEEN_NS = 1_000_000_000
     """How long the keeper has to write down the launcher's end before the pidfd's word is taken instead."""
 
-    def __init__(self, *, node: str, job: JobId, attempt: int, folder: Path, start_ns: int) -> None:
-        """folder: the attempt's (keeper's) folder; attempt: what it is the folder of."""
+    def __init__(self, *, node: str, job: JobId, attempt: int, folder: Path | None, start_ns: int) -> None:
+        """folder: the attempt's (keeper's) folder, None without a keeper; attempt: what it is the folder of."""
         self.name = f"processes@{node}"
         self._node, self._job, self._attempt, self._folder = node, job, attempt, folder
         self._emit = Emitter(self.name, job=job, start_ns=start_ns)
@@ -67,6 +67,11 @@ class Processes:
     def ranks(self) -> dict[int, ProcessId]:
         """The newest process of each rank that said hello in this attempt."""
         return {rank: process for process, (rank, _) in self._rank_of.items()}
+
+    @property
+    def ended(self) -> bool:
+        """Whether a process has ended that no poll has told yet (any thread)."""
+        return self._exits.waiting
 
     def watch(self, hello: Event) -> None:
         """Watch the process behind a hello of this attempt (others are ignored)."""
@@ -166,6 +171,8 @@ class Processes:
         )
 
     def _new_records(self) -> list[Mapping[str, Any]]:
+        if self._folder is None:
+            return []
         try:
             with (self._folder / "exits.jsonl").open("rb") as file:
                 file.seek(self._read_bytes)
@@ -177,6 +184,8 @@ class Processes:
         return [json.loads(line) for line in whole.splitlines()]
 
     def _failure_table(self, now_ns: int) -> Iterator[Event]:
+        if self._folder is None:
+            return
         failures, root = read_failures(self._folder / "err.log")
         message = read_error_file(self._folder / "error.json")
         if failures or message is not None:

@@ -1,4 +1,4 @@
-"""What an exporter says: Prometheus' text format, read line by line and fetched without holding anybody up.
+"""What an exporter says: Prometheus' text format, fetched by a deadline and read line by line.
 
 The parser of prometheus-client is the measure (a test compares the two) and is not used: it goes through a line one
 character at a time (25 ms for 8 GPUs x 60 series where this one takes 2), gives up at the first bad line, and renames
@@ -8,7 +8,6 @@ counters. Here a line that cannot be read costs itself only and is counted. Gram
 
 import io
 import re
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -133,45 +132,12 @@ class Answer:
     """Tells whether two answers of one process are the same bytes."""
 
 
-class Scraper:
-    """Fetches in a thread of its own, one fetch at a time, each over at its deadline: start() and take() never wait."""
-
-    def __init__(self, url: str, deadline_s: float, clock: Clock) -> None:
-        """url: as core.net.value_at takes it."""
-        self._url, self._deadline_s, self._clock = url, deadline_s, clock
-        self._thread: threading.Thread | None = None
-        self._said: Answer | str | None = None
-        self._closed = False
-
-    def start(self) -> None:
-        """Begin to fetch, if no fetch is under way and what was fetched has been taken."""
-        if self._closed or self._said is not None or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._thread = threading.Thread(target=self._fetch, name="trainwarden-scrape", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # the machine, or our share of it, is out of threads
-            self._thread, self._said = None, f"cannot fetch: {error}"
-
-    def take(self) -> Answer | str | None:
-        """What the last fetch brought, once: an answer, or in words why there is none. None: it is not over yet."""
-        if self._thread is not None and self._thread.is_alive():
-            return None
-        said, self._said = self._said, None
-        return said
-
-    def close(self) -> None:
-        """Fetch no more; waits for a fetch under way, which ends at its deadline."""
-        self._closed = True
-        if self._thread is not None:
-            self._thread.join(self._deadline_s + 1)
-
-    def _fetch(self) -> None:
-        try:
-            url = value_at(self._url)
-            body = get(url, {}, self._deadline_s, BODY_MAX_BYTES).body
-            self._said = Answer(place=place_of(url), t_ns=self._clock(), parsed=parse(body), digest=hash(body))
-        except DeliveryError as error:
-            self._said = str(error)
-        except Exception as error:  # our own fault; a thread that died of it would leave the source silent for ever
-            self._said = f"cannot fetch: {type(error).__name__}"
+def scrape(url: str, deadline_s: float, clock: Clock) -> Answer | str:
+    """What an exporter says now, or in words why it says nothing: over at the deadline. url: as core.net.value_at takes
+    it."""
+    try:
+        where = value_at(url)
+        body = get(where, {}, deadline_s, BODY_MAX_BYTES).body
+    except DeliveryError as error:
+        return str(error)
+    return Answer(place=place_of(where), t_ns=clock(), parsed=parse(body), digest=hash(body))

@@ -1,12 +1,14 @@
 """The reader's side of one ring: opened with distrust, followed row by row.
 
-What a tenant wrote is read by pread, never mapped: a file that is cut short under us is then a short read, not SIGBUS.
+What a tenant wrote is read by system calls, never loaded from a mapping: a file that is cut short under us is then a
+short read, not SIGBUS.
 A row counts when two reads at least 1 ms apart are byte-equal and its head equals its tail, since the writer (Python)
 has no memory barriers and may be stopped in the middle of a row for as long as it likes. Rows come in the order of
 their numbers; one that is not whole while a later one is was damaged and is counted as lost.
 """
 
 import fcntl
+import mmap
 import os
 import re
 import stat
@@ -38,7 +40,7 @@ from trainwarden.core.records import (
 FILE_NAME: Final = re.compile(r"rank-(\d{1,7})-(\d{1,5})-(\d{1,5})(\.side)?\.ring")
 
 _CHUNK_ROWS: Final = 8
-"""Rows looked at when nothing may be new; a second call fetches the rest where all of them are."""
+"""Rows fetched when one is new; a second call fetches the rest where all of them are."""
 _HEAD_BYTES: Final = 4
 
 
@@ -68,16 +70,21 @@ class Tail:
     given_up: bool = False
     """Nothing comes any more: the row that is not whole never will be."""
 
+    @property
+    def next_at(self) -> int:
+        """Where in the file the next row will stand."""
+        return self.offset + self.seq % self.rows * self.row_bytes
+
     def look(self) -> Looked | None:
         """What seems to be new. Raises DataError if the file has become too short."""
         if self.rows == 0 or self.given_up:
             return None
-        slot = self.seq % self.rows
+        slot, head = self.seq % self.rows, os.pread(self.fd, _HEAD_BYTES, self.next_at)
+        if len(head) == _HEAD_BYTES and int.from_bytes(head, "little") in (0, self.seq + 1 - self.rows):
+            return None
         data = self._read(slot, min(_CHUNK_ROWS, self.rows - slot))
-        head = int.from_bytes(data[:_HEAD_BYTES], "little")
-        if head == self.seq + 1:
-            return self._new_rows(data)
-        return None if head in (0, self.seq + 1 - self.rows) else self._resync()
+        new = int.from_bytes(data[:_HEAD_BYTES], "little") == self.seq + 1
+        return self._new_rows(data) if new else self._resync()
 
     def give_up(self) -> None:
         """The writer died in the middle of the next row: it is lost, and the last."""
@@ -237,6 +244,7 @@ class RingFile:
 
     def close(self) -> None:
         os.close(self.fd)
+        self.view = memoryview(b"")
 
     def _read_header(self) -> None:
         data = os.pread(self.fd, HEADER.size, 0)
@@ -253,6 +261,11 @@ class RingFile:
             raise DataError("no ring: its header contradicts itself")
         if os.fstat(self.fd).st_size != file_bytes:
             raise DataError(f"its size is not the {file_bytes} bytes that its header says")
+        try:
+            self.view = memoryview(mmap.mmap(self.fd, file_bytes, prot=mmap.PROT_READ))
+            """The kernel copies from it (ringglance.py); to load from it is SIGBUS once the file has been cut short."""
+        except ValueError as error:
+            raise DataError("the file has become shorter") from error
         if not 0 <= self.rank < self.world_size or clock >= len(CLOCKS):
             raise DataError(f"rank {self.rank} of {self.world_size} on clock {clock}: none that can be")
         self._check_name()

@@ -1,4 +1,4 @@
-"""The rings and hellos of one job on this host, ten times a second: what the ranks say of themselves.
+"""The rings and hellos of one job on this host, some times a second: what the ranks say of themselves.
 
 All ranks of one epoch share one frame a schema and poll. Step rows are looked at before detail rows and told after
 them, so that a step's spans always come first. All of it was written by the job's user: a file that is not what it
@@ -19,12 +19,13 @@ from trainwarden.collectors.folder import Folder
 from trainwarden.collectors.hellos import Hellos
 from trainwarden.collectors.ringdetails import mark_events, reading_rows
 from trainwarden.collectors.ringfile import FILE_NAME, Looked, RingFile, confirm
+from trainwarden.collectors.ringglance import Glance
 from trainwarden.collectors.ringrows import DETAIL, live_rows, span_rows, step_rows
 from trainwarden.core.clock import boot_offset_ns
 from trainwarden.core.emit import Emitter
 from trainwarden.core.errors import DataError
 from trainwarden.core.model import Epoch, Event, Frame, JobId, Json, Schema, Subject
-from trainwarden.core.records import DETAILS, PHASES, STATES, epoch_of
+from trainwarden.core.records import DETAILS, LIVE, PHASES, STATES, epoch_of
 
 BETWEEN_LOOKS_S: Final = 0.001
 """Two equal reads this far apart: a store is visible to all cores long before (ADR 0002)."""
@@ -51,9 +52,9 @@ class Rings:
 
     period_s = 0.1
 
-    def __init__(self, directory: Path, node: str, job: JobId, *, start_ns: int) -> None:
-        """directory: the root that the ranks were told (TRAINWARDEN_DIR)."""
-        self.name = f"rings@{node}"
+    def __init__(self, directory: Path, node: str, job: JobId, *, start_ns: int, name: str = "") -> None:
+        """directory: the root that the ranks were told (TRAINWARDEN_DIR). name: other than `rings@<node>`."""
+        self.name = name or f"rings@{node}"
         self._job = job
         self._folder = Folder(directory / job / "rings", FILE_NAME)
         self._keys: frozenset[_Key] = frozenset()
@@ -66,6 +67,11 @@ class Rings:
         self._shut: set[_Key] = set()
         """Refused, or read to their end."""
         self._generation = (-1, -1)
+        self._glance: Glance | None = None
+        self._visited: set[int] = set()
+        """Places in it of rings of which rows were looked at since: the next row may stand elsewhere."""
+        self._told: tuple[object, list[tuple[int, NDArray[np.void]]]] = (None, [])
+        """The live blocks told last, and the rows that were made of them: most polls find the same ones."""
 
     def poll(self, now_ns: int) -> list[Frame | Event]:
         """Everything new, in the order in which the line wants it."""
@@ -89,6 +95,9 @@ class Rings:
         for ring in self._open.values():
             ring.close()
         self._open.clear()
+        if self._glance is not None:
+            self._glance.close()
+            self._glance = None
 
     def _keep_offset(self) -> None:
         now_ns = boot_offset_ns()
@@ -132,10 +141,12 @@ class Rings:
     # rows
 
     def _look(self, out: list[Frame | Event], now_ns: int) -> tuple[_Looks, _Looks, dict[RingFile, bytes]]:
-        """First look at every ring: new step rows; then new detail rows and the live block."""
+        """First look at every ring: new step rows; then new detail rows; and the live blocks."""
+        rings = [*self._open.items()]
+        seen = self._glance_at([ring for _, ring in rings]).look()
+        every, size = range(len(rings)), LIVE.size
         steps: _Looks = {}
         details: _Looks = {}
-        blocks: dict[RingFile, bytes] = {}
 
         def first(ring: RingFile) -> None:
             if (look := ring.steps.look()) is not None:
@@ -144,27 +155,43 @@ class Rings:
         def second(ring: RingFile) -> None:
             if (look := ring.details.look()) is not None:
                 details[ring] = look
-            if not ring.is_side and not ring.ending:
-                blocks[ring] = ring.live()
+            if seen is None:
+                ring.live()
 
-        for visit in (first, second):
-            for key, ring in [*self._open.items()]:
+        self._visited = {*every} if seen is None else {*seen.steps, *seen.details}
+        for visit, places in ((first, every if seen is None else seen.steps), (second, sorted(self._visited))):
+            for key, ring in (rings[place] for place in places):
                 try:
-                    visit(ring)
+                    if key in self._open:
+                        visit(ring)
                 except (OSError, DataError) as error:
                     self._drop(key)
                     steps.pop(ring, None)
                     out += self._blind(f"{key[0]}: {error}", now_ns)
+        blocks = {
+            ring: ring.live() if seen is None else seen.live[place * size : (place + 1) * size]
+            for place, (key, ring) in enumerate(rings)
+            if not ring.is_side and not ring.ending and key in self._open
+        }
         for ring in self._open.values():
             ring.quiet_polls = 0 if ring in steps or ring in details else ring.quiet_polls + 1
         return steps, details, blocks
+
+    def _glance_at(self, rings: list[RingFile]) -> Glance:
+        if self._glance is None or self._glance.rings != tuple(rings):
+            if self._glance is not None:
+                self._glance.close()
+            self._glance = Glance(rings)
+        else:
+            self._glance.aim(self._visited)
+        return self._glance
 
     def _steps(self, looks: _Looks, now_ns: int) -> Iterator[Frame]:
         rings = [*looks]
         data, counts = confirm([*looks.values()], now_ns)
         rank_N, epoch_N = np.repeat(_ranks(rings), counts), np.repeat(_epochs(rings), counts)
         rows_N = step_rows(data, rank_N, self._offset_ns)
-        yield from self._split("step", rows_N, epoch_N | rows_N["lap"], (), now_ns)
+        yield from self._frames("step", rows_N, epoch_N | rows_N["lap"], (), now_ns)
 
     def _details(self, looks: _Looks, now_ns: int) -> Iterator[Frame | Event]:
         rings = [*looks]
@@ -173,53 +200,70 @@ class Rings:
         epoch_N = _epochs(rings)[which_N] | (ring_N["lap"] & 0xFFFF)
         span_N = (ring_N["what"] == _SPAN) & (ring_N["name"] < len(PHASES))
         spans = span_rows(ring_N[span_N], _ranks(rings)[which_N[span_N]], self._offset_ns)
-        yield from self._split("span", spans, epoch_N[span_N], PHASES, now_ns)
+        yield from self._frames("span", spans, epoch_N[span_N], PHASES, now_ns)
         value_N = np.flatnonzero(ring_N["what"] == _VALUE)
         if len(value_N):
             rows_N, names, named_N = reading_rows(ring_N[value_N], which_N[value_N], rings, self._offset_ns)
-            yield from self._split("reading", rows_N, epoch_N[value_N][named_N], names, now_ns)
+            yield from self._frames("reading", rows_N, epoch_N[value_N][named_N], names, now_ns)
         for place, ring in enumerate(rings):
             yield from mark_events(ring_N[which_N == place], ring, self._emit, now_ns=now_ns, offset_ns=self._offset_ns)
 
     def _live(self, blocks: dict[RingFile, bytes], now_ns: int) -> Iterator[Frame]:
-        rings = [*blocks]
-        rows_R = live_rows(b"".join(blocks.values()), _ranks(rings), self._offset_ns)
-        for ring in (rings[place] for place in np.flatnonzero(rows_R["state"] == _DETACHED)):
-            ring.ending = True
-        yield from self._split("live", rows_R, _epochs(rings) | rows_R["lap"], PHASES, now_ns)
+        if (now := (blocks, self._offset_ns)) != self._told[0]:
+            rings = [*blocks]
+            rows_R = live_rows(b"".join(blocks.values()), _ranks(rings), self._offset_ns)
+            for ring in (rings[place] for place in np.flatnonzero(rows_R["state"] == _DETACHED)):
+                ring.ending = True
+            rows_R.flags.writeable = False
+            self._told = now, [*_split(rows_R, _epochs(rings) | rows_R["lap"])]
+        for epoch, rows_N in self._told[1]:
+            yield self._frame("live", epoch, rows_N, PHASES, now_ns)
 
-    def _split(
+    def _frames(
         self, schema: Schema, rows_N: NDArray[np.void], epoch_N: NDArray[np.int64], names: tuple[str, ...], now_ns: int
     ) -> Iterator[Frame]:
-        """One frame an epoch, older epochs first."""
-        same = len(epoch_N) > 0 and (epoch_N == epoch_N[0]).all()
-        for epoch in epoch_N[:1].tolist() if same else np.unique(epoch_N).tolist():
-            self._frame_seq += 1
-            yield Frame(
-                schema=schema,
-                source=self.name,
-                job=self._job,
-                epoch=Epoch(epoch),
-                seq=self._frame_seq,
-                sent_ns=now_ns,
-                seen_ns=now_ns,
-                names=names,
-                rows=rows_N if same else rows_N[epoch_N == epoch],
-            )
+        """One an epoch."""
+        for epoch, rows_K in _split(rows_N, epoch_N):
+            yield self._frame(schema, epoch, rows_K, names, now_ns)
+
+    def _frame(
+        self, schema: Schema, epoch: int, rows_N: NDArray[np.void], names: tuple[str, ...], now_ns: int
+    ) -> Frame:
+        self._frame_seq += 1
+        return Frame(
+            schema=schema,
+            source=self.name,
+            job=self._job,
+            epoch=Epoch(epoch),
+            seq=self._frame_seq,
+            sent_ns=now_ns,
+            seen_ns=now_ns,
+            names=names,
+            rows=rows_N,
+        )
 
     def _lost(self, now_ns: int) -> Iterator[Event]:
         for ring in self._open.values():
             for area, tail in (("steps", ring.steps), ("details", ring.details)):
                 if tail.torn_since_ns is not None and now_ns - tail.torn_since_ns > TORN_NS and ring.writer_is_gone():
                     tail.give_up()
-                for first, last in tail.lost:
-                    yield self._lost_rows(ring, area, first, last, now_ns)
-                tail.lost.clear()
+                if tail.lost:
+                    yield from [self._lost_rows(ring, area, first, last, now_ns) for first, last in tail.lost]
+                    tail.lost.clear()
 
     def _lost_rows(self, ring: RingFile, area: str, first: int, last: int, now_ns: int) -> Event:
         source, epoch = Subject(kind="source", id=self.name), Epoch(epoch_of(ring.attempt, ring.restart, 0))
         data: dict[str, Json] = {"from_seq": first, "to_seq": last, "rank": ring.rank, "rows": area}
         return self._emit("telemetry.lost", source, now_ns=now_ns, data=data, epoch=epoch)
+
+
+def _split(rows_N: NDArray[np.void], epoch_N: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.void]]]:
+    """Rows by epoch, older epochs first."""
+    if len(epoch_N) and (epoch_N == epoch_N[0]).all():
+        yield int(epoch_N[0]), rows_N
+        return
+    for epoch in np.unique(epoch_N).tolist():
+        yield epoch, rows_N[epoch_N == epoch]
 
 
 def _ranks(rings: Sequence[RingFile]) -> NDArray[np.int32]:

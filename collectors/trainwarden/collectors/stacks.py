@@ -5,21 +5,25 @@ Where it may not (ptrace is denied) the rank is asked by a real-time signal, whi
 process is stopped; and /proc always tells state and wait channel. What was denied is said, never left out.
 """
 
+import errno
 import json
+import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import which
 from sysconfig import get_path
+from typing import IO
 
 from trainwarden.core.child import run
 from trainwarden.core.clock import Clock, unix_ns
 from trainwarden.core.emit import Emitter
 from trainwarden.core.errors import ChildError
 from trainwarden.core.model import Event, JobId, Json, Look, Subject
-from trainwarden.core.process import ProcessId, alive, read_stat, send
+from trainwarden.core.process import PROC, ProcessId, alive, read_stat, send
 from trainwarden.core.records import STACK_SIGNAL, stack_file
 
 DEADLINE_S = 10.0
@@ -33,6 +37,9 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 MAX_FRAMES = 32
 """Innermost frames kept: deeper ones are the launcher's and the interpreter's start."""
+
+MAX_FRAME_CHARS = 500
+"""Of a frame, whose names are the tenant's."""
 
 
 class Stacks:
@@ -67,8 +74,8 @@ class Stacks:
 
 def see(process: ProcessId, hellos: Path | None = None) -> dict[str, Json]:
     """frames (innermost first, `file:line function`), state, wchan and denied ("" if nothing was) of one process."""
-    stat = read_stat(process.pid)
-    if stat is None or not alive(process):
+    found = read_stat(process.pid)
+    if found is None or not alive(process):
         return {"frames": [], "state": "gone", "wchan": "", "denied": ""}
     frames, denied = _python_stack(process.pid)
     if not frames and hellos is not None:
@@ -76,7 +83,7 @@ def see(process: ProcessId, hellos: Path | None = None) -> dict[str, Json]:
         denied = "; ".join(filter(None, (denied, why_not)))
     wchan, wchan_denied = _wait_channel(process.pid)
     why_not = "; ".join(filter(None, (denied, wchan_denied)))
-    return {"frames": list(frames), "state": stat.state, "wchan": wchan, "denied": why_not}
+    return {"frames": list(frames), "state": found.state, "wchan": wchan, "denied": why_not}
 
 
 def _python_stack(pid: int) -> tuple[list[str], str]:
@@ -103,7 +110,8 @@ def parse_dump(text: str, pid: int) -> tuple[list[str], str]:
         main = next(
             (t for t in threads if t.get("thread_name") == "MainThread" or t.get("os_thread_id") == pid), threads[0]
         )
-        frames = [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in main["frames"][:MAX_FRAMES]]
+        told = main["frames"][:MAX_FRAMES]
+        frames = [f"{frame['filename']}:{frame['line']} {frame['name']}"[:MAX_FRAME_CHARS] for frame in told]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         return [], f"py-spy: its answer is not understood ({type(error).__name__})"
     return frames, ""
@@ -112,21 +120,31 @@ def parse_dump(text: str, pid: int) -> tuple[list[str], str]:
 def _asked_stack(process: ProcessId, file: Path) -> tuple[list[str], str]:
     """Ask by signal and read what is new in the file. Only a process that catches it is asked: others would die."""
     try:
-        before_bytes = file.stat().st_size
-        if not _catches(process.pid, STACK_SIGNAL):
-            return [], "faulthandler: the rank does not answer the signal"
-        send(process, STACK_SIGNAL)
-        end_s = time.monotonic() + ANSWER_S
-        while time.monotonic() < end_s:
-            with file.open("rb") as dump:
+        with _opened(file, os.stat(PROC / str(process.pid)).st_uid) as dump:
+            before_bytes = dump.seek(0, os.SEEK_END)
+            if not _catches(process.pid, STACK_SIGNAL):
+                return [], "faulthandler: the rank does not answer the signal"
+            send(process, STACK_SIGNAL)
+            end_s = time.monotonic() + ANSWER_S
+            while time.monotonic() < end_s:
                 dump.seek(before_bytes)
                 frames = parse_faulthandler(dump.read(MAX_DUMP_BYTES).decode(errors="replace"))
-            if frames:
-                return frames, ""
-            time.sleep(0.02)
+                if frames:
+                    return frames, ""
+                time.sleep(0.02)
     except OSError as error:
         return [], f"faulthandler: {error.strerror}"
     return [], f"faulthandler: no answer within {ANSWER_S:g} s"
+
+
+def _opened(file: Path, owner_uid: int) -> IO[bytes]:
+    """A regular file of this user, who may have put anything in its place. Raises OSError."""
+    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != owner_uid:
+        os.close(fd)
+        raise OSError(errno.EPERM, f"{file.name} is no file of the rank's user")
+    return os.fdopen(fd, "rb")
 
 
 def parse_faulthandler(text: str) -> list[str]:
@@ -139,11 +157,11 @@ def parse_faulthandler(text: str) -> list[str]:
     if not blocks or not text.endswith("\n"):
         return []
     main = blocks[-1]  # faulthandler writes the oldest thread, the main one, last
-    return [f"{file}:{line} {name}" for file, line, name in _FRAME.findall(main)][:MAX_FRAMES]
+    return [f"{file}:{line} {name}"[:MAX_FRAME_CHARS] for file, line, name in _FRAME.findall(main)][:MAX_FRAMES]
 
 
 def _catches(pid: int, number: int) -> bool:
-    for line in (Path("/proc") / str(pid) / "status").read_text().splitlines():
+    for line in (PROC / str(pid) / "status").read_text().splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
@@ -151,7 +169,7 @@ def _catches(pid: int, number: int) -> bool:
 
 def _wait_channel(pid: int) -> tuple[str, str]:
     try:
-        name = (Path("/proc") / str(pid) / "wchan").read_text()
+        name = (PROC / str(pid) / "wchan").read_text()
     except OSError as error:
         return "", f"wchan: {error.strerror}"
     return ("" if name == "0" else name), ""

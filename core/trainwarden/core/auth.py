@@ -7,13 +7,16 @@ environment, never from a command line, where every user of the host could read 
 What a job's token lets through was written by the job's tenant: nothing that speaks about a node or a device.
 """
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
+import json
+import os
 import secrets
 import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, Literal
 
@@ -106,10 +109,72 @@ class Tokens:
 
 def read_tokens(path: Path) -> Tokens:
     """The tokens of a file: one section `tokens`, as TokensConfig. Raises ConfigError, also where there are none."""
-    config = load(path, {"tokens": TokensConfig})["tokens"]
+    config = _config(path)
     if config == TokensConfig():
         raise ConfigError(f"{path}: tokens: need at least one, got none: nobody could send anything")
     return Tokens(config)
+
+
+class TokensFile:
+    """A file of tokens, followed while a server lives. Raises ConfigError, as read_tokens."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stamp = path, _stamp(path)
+        self.tokens = read_tokens(path)
+        """The last that could be used."""
+
+    def changed(self) -> bool:
+        """Whether `tokens` is new since this was asked last; there may be none left. Raises ConfigError for a file that
+        cannot be used, once for each state of it: what it said before holds."""
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        self.tokens = Tokens(_config(self._path))
+        return True
+
+
+def change_tokens(path: Path, change: Callable[[TokensConfig], TokensConfig]) -> None:
+    """Write a file of tokens anew, 0600, all of it or nothing; made where it is missing. Comments in it are lost.
+
+    Raises ConfigError, as well where another one writes it at this moment.
+    """
+    path = path.resolve()
+    draft = path.with_name(f"{path.name}.new")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            try:
+                changed = change(_config(path) if path.exists() else TokensConfig())
+                told = {"tokens": {one.name: dict(getattr(changed, one.name)) for one in fields(changed)}}
+                file.write(json.dumps(told, indent=2) + "\n")  # JSON is YAML in which every name is quoted
+                file.flush()
+                os.fsync(file.fileno())
+                if path.exists():  # written by root, read by the server's own user
+                    os.fchown(file.fileno(), path.stat().st_uid, path.stat().st_gid)
+                draft.rename(path)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+    except FileExistsError:
+        raise ConfigError(f"{draft}: is there: another one writes {path.name}; if nobody does, remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _config(path: Path) -> TokensConfig:
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # load says what it is
+        if not path.read_text(encoding="utf-8").strip():  # half of a write, more likely than an end of all tokens
+            raise ConfigError(f"{path}: is empty: need a section tokens")
+    return load(path, {"tokens": TokensConfig})["tokens"]
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Changes with the file, also where another one takes its place; (): there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_dev, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
 
 def new_token() -> str:

@@ -190,8 +190,11 @@ def _names_text(names: tuple[str, ...]) -> str:
 
 def _header(body: bytes) -> dict[str, Any]:
     """The header with each value of its declared type; `bytes` is its own length."""
-    if body[: len(FRAME_MAGIC)] != FRAME_MAGIC:
-        raise DataError(f"frame: starts with {body[: len(FRAME_MAGIC)]!r}, not {FRAME_MAGIC!r}")
+    magic = body[: len(FRAME_MAGIC)]
+    if magic != FRAME_MAGIC:
+        newer = magic[:-1] == FRAME_MAGIC[:-1] and magic > FRAME_MAGIC
+        hint = " (a newer trainwarden wrote it: upgrade this one)" if newer else ""
+        raise DataError(f"frame: starts with {magic!r}, not {FRAME_MAGIC!r}{hint}")
     if len(body) < _ROWS_AT:
         raise DataError(f"frame: truncated after {len(body)} bytes, before its header")
     (length,) = _LENGTH.unpack_from(body, len(FRAME_MAGIC))

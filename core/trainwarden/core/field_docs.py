@@ -4,18 +4,19 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
 
 def field_docs(cls: type[Any]) -> Mapping[str, str]:
-    """Field -> the text under it, on one line; fields without one are left out.
+    """Field -> the text under it, on one line, inherited ones first; fields without one are left out.
 
     Empty where there is no source to read (an installation of byte code only).
     """
-    known: Any = cls
-    return dict(_read(known))
+    known: list[Any] = [one for one in reversed(cls.__mro__) if is_dataclass(one)]
+    return dict(pair for one in known for pair in _read(one))
 
 
 @cache

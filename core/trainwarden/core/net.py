@@ -1,5 +1,5 @@
-"""The only home of an HTTP client: one POST or GET with one deadline for all of it (an import test bans clients
-elsewhere).
+"""The only home of an HTTP client: one POST or GET with one deadline for all of it, or POSTs over one connection that
+is kept (an import test bans clients elsewhere).
 
 httpx bounds each single wait, so a peer that sends a byte now and then holds a caller for as long as it likes; here the
 whole exchange is cancelled at the deadline, name lookup included. A URL may be a secret (chat webhooks are): messages
@@ -12,18 +12,24 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from trainwarden.core.errors import DeliveryError
 
+if TYPE_CHECKING:
+    from httpx import AsyncClient
+
 BODY_MAX_BYTES = 64 * 1024
 """Of the answer to a POST; what comes after it is not read."""
+
+POSTED_MAX_BYTES = 1024 * 1024
+"""Of an answer that Poster reads: acks and looks of a second or two."""
 
 RETRY_AFTER_MAX_S = 3600.0
 """A peer may ask for more patience; by then somebody else has to be told."""
@@ -38,6 +44,8 @@ class Reply:
 
     status: int
     body: bytes
+    retry_after_s: float = 0.0
+    """How long the peer asks to be left alone; 0: it does not."""
 
 
 def post_json(url: str, body: bytes, headers: Mapping[str, str], deadline_s: float, also: Container[int] = ()) -> Reply:
@@ -49,14 +57,64 @@ def post_json(url: str, body: bytes, headers: Mapping[str, str], deadline_s: flo
     return _exchange(asked, deadline_s, also)
 
 
-def get(url: str, headers: Mapping[str, str], deadline_s: float, max_bytes: int) -> Reply:
+def get(url: str, headers: Mapping[str, str], deadline_s: float, max_bytes: int, *, ca: Path | None = None) -> Reply:
     """GET what is there, uncompressed. Raises DeliveryError, also for an answer longer than max_bytes: half of one
-    would be taken for all of it."""
+    would be taken for all of it. ca: whom TLS believes instead of those that the system believes."""
     asked = _Asked("GET", url, None, {"Accept-Encoding": "identity", **headers}, max_bytes + 1)
-    reply = _exchange(asked, deadline_s)
+    reply = _exchange(asked, deadline_s, run=None if ca is None else partial(_run, tls=_believing(ca)))
     if len(reply.body) > max_bytes:
         raise DeliveryError(f"{place_of(url)}: answered more than {max_bytes} bytes", retryable=True)
     return reply
+
+
+class Poster:
+    """POSTs to one URL, over a connection that is kept where it can be. One thread calls post() and close()."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None) -> None:
+        """tls: whom https believes; None: whom the system believes."""
+        import httpx
+
+        _hush()
+        self._url, self._headers = url, headers
+        self._loop = asyncio.new_event_loop()
+        self._client = httpx.AsyncClient(verify=tls or _trusted(), timeout=None, follow_redirects=False)
+        self._asking: asyncio.Task[_Answer] | None = None
+
+    def post(self, body: bytes, headers: Mapping[str, str], deadline_s: float) -> Reply:
+        """The answer, whatever its status. Raises DeliveryError where there is none, or a longer one than
+        POSTED_MAX_BYTES: half of one would be taken for all of it."""
+        asked = _Asked("POST", self._url, body, {**self._headers, **headers}, POSTED_MAX_BYTES + 1)
+        try:
+            reply = _exchange(asked, deadline_s, range(100, 600), self._run)
+        except asyncio.CancelledError:
+            raise DeliveryError(f"{place_of(self._url)}: given up", retryable=True) from None
+        if len(reply.body) > POSTED_MAX_BYTES:
+            raise DeliveryError(f"{place_of(self._url)}: answered more than {POSTED_MAX_BYTES} bytes", retryable=True)
+        return reply
+
+    def end(self) -> None:
+        """Let a post() that waits raise; from any thread."""
+
+        def give_up() -> None:
+            if self._asking is not None:
+                self._asking.cancel()
+
+        with contextlib.suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(give_up)
+
+    def close(self) -> None:
+        """Nothing more."""
+        with contextlib.suppress(Exception):  # what cannot be closed in order is closed all the same
+            self._loop.run_until_complete(self._client.aclose())
+        self._loop.close()
+
+    def _run(self, asked: "_Asked", deadline_s: float) -> "_Answer":
+        self._asking = self._loop.create_task(_ask(self._client, asked, deadline_s))
+        return self._loop.run_until_complete(self._asking)
+
+
+_Answer: TypeAlias = tuple[int, str | None, bytes]
+"""Status, Retry-After, body."""
 
 
 class _Asked(NamedTuple):
@@ -69,25 +127,34 @@ class _Asked(NamedTuple):
     max_bytes: int
 
 
-def _exchange(asked: _Asked, deadline_s: float, also: Container[int] = ()) -> Reply:
-    import httpx  # 0.2 s and 15 MB: only for those who talk to somebody
-
+def _hush() -> None:
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _exchange(
+    asked: _Asked,
+    deadline_s: float,
+    also: Container[int] = (),
+    run: Callable[[_Asked, float], _Answer] | None = None,
+) -> Reply:
+    import httpx  # 0.2 s and 15 MB: only for those who talk to somebody
+
+    _hush()
     place = place_of(asked.url)
     try:
-        status, retry_after, answer = _run(asked, deadline_s)
+        status, retry_after, answer = (run or _run)(asked, deadline_s)
     except (TimeoutError, httpx.TimeoutException):
         raise DeliveryError(f"{place}: no answer within {deadline_s:g} s", retryable=True) from None
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError, ValueError):
         raise DeliveryError(f"{place}: not a request that can be sent", retryable=False) from None
     except (httpx.HTTPError, OSError) as error:
         raise DeliveryError(f"{place}: {str(error) or type(error).__name__}", retryable=True) from None
+    retryable = status in _AGAIN or status >= 500
+    wait_s = retry_after_s(retry_after, time.time()) if retryable else 0.0
     if not 200 <= status < 300 and status not in also:
-        retryable = status in _AGAIN or status >= 500
-        wait_s = retry_after_s(retry_after, time.time()) if retryable else 0.0
         raise DeliveryError(f"{place}: answered {status}", retryable=retryable, retry_after_s=wait_s)
-    return Reply(status=status, body=answer)
+    return Reply(status=status, body=answer, retry_after_s=wait_s)
 
 
 def retry_after_s(said: str | None, now_s: float) -> float:
@@ -103,10 +170,17 @@ def retry_after_s(said: str | None, now_s: float) -> float:
     return min(max(wait_s, 0.0), RETRY_AFTER_MAX_S)
 
 
-def _run(asked: _Asked, deadline_s: float) -> tuple[int, str | None, bytes]:
+def _run(asked: _Asked, deadline_s: float, tls: ssl.SSLContext | None = None) -> _Answer:
     """In a loop of its own, which is closed without waiting for a name lookup that hangs."""
+
+    async def once() -> _Answer:
+        import httpx
+
+        async with httpx.AsyncClient(verify=tls or _trusted(), timeout=None, follow_redirects=False) as client:
+            return await _ask(client, asked, deadline_s)
+
     with contextlib.closing(asyncio.new_event_loop()) as loop:
-        return loop.run_until_complete(_ask(asked, deadline_s))
+        return loop.run_until_complete(once())
 
 
 @cache
@@ -117,12 +191,17 @@ def _trusted() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-async def _ask(asked: _Asked, deadline_s: float) -> tuple[int, str | None, bytes]:
-    import httpx
+def _believing(ca: Path) -> ssl.SSLContext:
+    """Certificates that one file's authorities have signed. Raises DeliveryError."""
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:  # SSLError is one
+        raise DeliveryError(f"{ca}: cannot be used: {error.strerror or error}", retryable=True) from None
 
+
+async def _ask(client: "AsyncClient", asked: _Asked, deadline_s: float) -> _Answer:
     async with (
         asyncio.timeout(deadline_s),
-        httpx.AsyncClient(verify=_trusted(), timeout=None, follow_redirects=False) as client,
         client.stream(asked.method, asked.url, content=asked.body, headers=dict(asked.headers)) as reply,
     ):
         answer = bytearray()

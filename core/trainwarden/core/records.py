@@ -65,9 +65,9 @@ STATES = ("starting", "attached", "detached")
 """What the collector says of itself. `detached`: the script closed it or ended in order."""
 
 COUNTERS_OFFSET = 320
-COUNTERS = ("errors", "names_dropped", "values_refused", "device_tensors_refused")
-"""u64 each. errors: exceptions caught inside the collector and calls out of order; refused: values that are no CPU
-number."""
+COUNTERS = ("errors", "names_dropped", "values_refused", "device_tensors_refused", "device_dropped")
+"""u64 each. errors: exceptions caught inside the collector and calls out of order; refused: values that are no number,
+or are on a device and not to be had; device_dropped: values and device times that were not taken or came too late."""
 
 CONTROL_OFFSET = 384
 NAMES_OFFSET = 512
@@ -147,6 +147,9 @@ GRAD_NONFINITE = 2
 LOCAL_NONFINITE = 4
 CAPTURED = 8
 CONTAINS_COMM = 16
+DEVICE_TIMED = 32
+"""The step's phases of the device (forward, backward, optimizer, wait) are device time; of a row without it, on clock
+`device`, they are absent."""
 NONFINITE = LOSS_NONFINITE | GRAD_NONFINITE | LOCAL_NONFINITE
 
 

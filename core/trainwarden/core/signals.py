@@ -53,6 +53,33 @@ class Metric:
     """Whether its series carry `job_id`."""
 
 
+_UCUM: Final = {
+    "bytes_per_second": "By/s",
+    "seconds": "s",
+    "bytes": "By",
+    "ratio": "1",
+    "celsius": "Cel",
+    "watts": "W",
+    "joules": "J",
+    "hertz": "Hz",
+}
+
+
+def ucum(name: str) -> str:
+    """The unit of an exported metric as OpenTelemetry writes it, by the last words of its name: of what is counted an
+    annotation; "" where there is none. Only ratios have the unit 1: receivers add `_ratio` to the names of others.
+
+    >>> ucum("trainwarden_turn_seconds_total"), ucum("trainwarden_incidents_opened_total"), ucum("trainwarden_attempt")
+    ('s', '{incidents}', '')
+    """
+    name = name.removesuffix("_total")
+    for ending, unit in _UCUM.items():
+        if name.endswith(f"_{ending}"):
+            return unit
+    counted = (word for word in reversed(name.split("_")[1:]) if word.endswith("s") and not word.endswith("ss"))
+    return next((f"{{{word}}}" for word in counted), "")
+
+
 def _gauge(name: str, meaning: str, *labels: str) -> Metric:
     return Metric(name=f"trainwarden_{name}", type="gauge", meaning=meaning, labels=labels)
 
@@ -126,6 +153,12 @@ _ROWS = (
     _gauge("alertmanager_peer_up", "1: the peer took the alerts last sent; 0: it did not", "peer"),
     _counter("rows", "rows of ranks by what became of them (core.steps.StepCounters)", "fate"),
     _counter("recording_lost_items", "items that could not be recorded"),
+    _counter(
+        "otlp_spans",
+        "spans for the OTLP receiver by `result`: taken, failed (not taken in time), dropped (too many waited)",
+        "result",
+    ),
+    _counter("otlp_pushes", "sendings of metrics to the OTLP receiver: `result` is `taken` or `failed`", "result"),
     _gauge("frame_lag_seconds", "from sending to receiving of the newest frame"),
     _counter("turns", "turns of the supervisor's loop"),
     _counter("turn_seconds", "wall time spent in them"),

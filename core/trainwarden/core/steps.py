@@ -11,7 +11,7 @@ epochs (1, 3, 5c, 10). What comes out is a function of what was seen *when*, nev
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
@@ -24,7 +24,7 @@ from trainwarden.core.codec import dumps
 from trainwarden.core.model import Epoch, Event, Frame, JobId, Json, State, StepMatrix, Tick, Topology
 from trainwarden.core.open_steps import OpenSteps, StepsConfig
 from trainwarden.core.records import attempt_of, epoch_of
-from trainwarden.core.topology import make_topology
+from trainwarden.core.topology import Domains, make_topology
 from trainwarden.core.waiting import Waiting, hellos_of, whole
 
 __all__ = ["StepAssembler", "StepCounters", "StepsConfig"]
@@ -55,10 +55,13 @@ class StepCounters:
     """Rows and span rows with an impossible step, rank or micro-batch, or without an epoch."""
 
     bad_events: int = 0
-    """Hellos and memberships that could not be used."""
+    """Hellos, memberships and fault domains that could not be used."""
 
     late_hellos: int = 0
     """Hellos of unknown ranks after the topology stood without them."""
+
+    late_domains: int = 0
+    """Changes of a node's fault domains after the topology stood: the next one has them."""
 
     closed: int = 0
     """Steps that closed."""
@@ -80,10 +83,11 @@ class StepAssembler:
     ([], [])
     """
 
-    def __init__(self, job: JobId, config: StepsConfig, domains: Mapping[str, Mapping[str, str]] | None = None) -> None:
+    def __init__(self, job: JobId, config: StepsConfig) -> None:
         self._job = job
         self._config = config
-        self._domains: Mapping[str, Mapping[str, str]] = domains or {}
+        self.domains = Domains()
+        """Those that were told; a topology has what was told before it stood, and keeps it."""
         self._topology_wait_ns, self._grace_floor_ns = _ns(config.topology_wait), _ns(config.grace_floor)
         self._grace = self._new_grace()
         self._counts: Counter[str] = Counter()
@@ -138,6 +142,8 @@ class StepAssembler:
             self._take_hello(event)
         elif event.kind == "membership":
             self._take_membership(event)
+        elif event.kind == "node.domains":
+            self._take_domains(event)
         elif event.kind == "attempt.ended" and isinstance(attempt := event.data.get("attempt"), int):
             self._ended.add(attempt)
             self._stirred = True
@@ -152,6 +158,14 @@ class StepAssembler:
         elif self._epoch is None or epoch >= self._epoch:
             self._waiting_of(epoch).hellos.setdefault(rank, event)
             self._stirred = True
+
+    def _take_domains(self, event: Event) -> None:
+        node = event.subject.id
+        before = self.domains.of(node)
+        if not self.domains.hear(event):
+            self._counts["bad_events"] += 1
+        elif self._steps is not None and node in self._steps.topology.domains and self.domains.of(node) != before:
+            self._counts["late_domains"] += 1
 
     def _take_membership(self, event: Event) -> None:
         epoch, ranks = event.epoch if event.epoch is not None else self._epoch, event.data.get("ranks")
@@ -242,7 +256,7 @@ class StepAssembler:
             if world_size == 0:
                 return out
             self._hellos = waiting.hellos
-            self._steps = self._new_steps(world_size)
+            self._steps = self._new_steps(world_size, self.domains.of)
             out.append(self._steps.topology)
         if members is not None and began:
             self._steps.set_members(members, self._now_ns)
@@ -268,22 +282,26 @@ class StepAssembler:
             "epoch": self._epoch,
             "ended": sorted(self._ended),
             "hellos": [dumps(hello) for hello in self._hellos.values()],
+            "domains": self.domains.to_json(),
+            "stood_domains": {} if self._steps is None else self._steps.topology.domains,
             "waiting": [waiting.to_json(epoch) for epoch, waiting in self._waiting.items()],
             "frame_bytes": [len(body) for body in frames],
             "frames": np.frombuffer(b"".join(frames), np.uint8),
         }
 
     def restore(self, state: State) -> None:
-        """Take up what `snapshot` of an assembler of the same job, config and domains gave."""
+        """Take up what `snapshot` of an assembler of the same job and config gave."""
         self._counts = Counter(state["counts"])
         self._grace = self._new_grace()
         self._grace.learn(*state["spreads_ns"])
         self._now_ns, self._stirred, self._epoch = state["now_ns"], state["stirred"], state["epoch"]
         self._ended = set(state["ended"])
         self._hellos = hellos_of(state["hellos"])
+        self.domains = Domains(state.get("domains"))
         self._steps = None
         if state["world_size"] is not None:
-            self._steps = self._new_steps(state["world_size"])
+            stood = state.get("stood_domains", {})
+            self._steps = self._new_steps(state["world_size"], lambda node: stood.get(node, {}))
             prefix = "steps_"
             self._steps.restore({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
         ends = np.cumsum(state["frame_bytes"], dtype=np.int64)
@@ -295,9 +313,9 @@ class StepAssembler:
         ranks = rows["rank"][(rows["rank"] >= 0) & (rows["rank"] < self._config.ranks)]
         return int(ranks.max()) + 1 if len(ranks) else 0
 
-    def _new_steps(self, world_size: int) -> OpenSteps:
+    def _new_steps(self, world_size: int, domains: Callable[[str], Mapping[str, str]]) -> OpenSteps:
         assert self._epoch is not None
-        topology = make_topology(self._job, self._epoch, self._hellos, world_size, self._domains)
+        topology = make_topology(self._job, self._epoch, self._hellos, world_size, domains)
         return OpenSteps(topology, self._config, self._grace, self._counts)
 
     def _new_grace(self) -> Grace:

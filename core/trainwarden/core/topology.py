@@ -3,7 +3,8 @@
 A hello is written by the job's tenant, so every value in it is checked: what is not usable counts as not said.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -16,18 +17,79 @@ DIMENSIONS: Final = ("pp", "tp", "dp", "ep", "cp")
 
 _COORD_MAX: Final = int(np.iinfo(np.int16).max)
 
+DOMAIN_SOURCES: Final = ("site", "nvml", "slurm", "labels")
+"""Who may tell fault domains. Of two that name one domain of a node differently the first counts: people who built the
+site, the hardware itself, the scheduler, labels."""
+
+SITE: Final = "site@server"
+"""The one source that may speak of other nodes than its own."""
+
+DOMAINS_MAX: Final = 256
+"""Of a node and source: 8 devices with some domains each, and more than anybody needs."""
+
+_NO_VALUE: Final = frozenset({"", "-", "?", "unknown", "none", "null", "(null)", "n/a", "na", "undefined", "default"})
+"""What stands where nobody knew (a Slurm switch called `unknown` is real): nodes that have it share nothing."""
+
+
+def usable_value(value: str) -> bool:
+    """Whether a fault domain can be called this.
+
+    >>> usable_value("r3"), usable_value("Unknown"), usable_value("a\\nb")
+    (True, False, False)
+    """
+    return value.strip().lower() not in _NO_VALUE and len(value) <= 128 and value.isprintable()
+
+
+class Domains:
+    """Fault domains as events node.domains tell them: node -> who says so -> domain -> value."""
+
+    def __init__(self, told: Mapping[str, Mapping[str, Mapping[str, str]]] | None = None) -> None:
+        self._told = {node: dict(sources) for node, sources in (told or {}).items()}
+
+    def hear(self, event: Event) -> bool:
+        """Take all that one source knows now of one node; False: it cannot be used."""
+        node, by, told = event.subject.id, event.data.get("from"), event.data.get("domains")
+        own = event.source.rpartition("@")[2] == node or (event.source == SITE and by == "site")
+        if not (own and isinstance(by, str) and by in DOMAIN_SOURCES and isinstance(told, Mapping)):
+            return False
+        texts = ((name[:64], value) for name, value in told.items() if isinstance(value, str) and usable_value(value))
+        self._told.setdefault(node, {})[by] = dict(islice(texts, DOMAINS_MAX))
+        return True
+
+    def by(self, source: str, node: str) -> Mapping[str, str]:
+        """What one source says of a node."""
+        return self._told.get(node, {}).get(source, {})
+
+    def of(self, node: str) -> dict[str, str]:
+        """What counts for a node, by name; what nobody told is absent."""
+        merged: dict[str, str] = {}
+        for source in reversed(DOMAIN_SOURCES):
+            merged |= self.by(source, node)
+        return dict(sorted(merged.items()))
+
+    def differing(self, node: str) -> dict[str, dict[str, str]]:
+        """Domain -> source -> value where sources differ; the first source counts."""
+        found = {
+            name: {by: told[name] for by in DOMAIN_SOURCES if name in (told := self.by(by, node))}
+            for name in self.of(node)
+        }
+        return {name: values for name, values in found.items() if len(set(values.values())) > 1}
+
+    def to_json(self) -> dict[str, dict[str, Mapping[str, str]]]:
+        """As the initialiser takes it."""
+        return {node: dict(sources) for node, sources in self._told.items()}
+
 
 def make_topology(
     job: JobId,
     epoch: Epoch,
     hellos: Mapping[int, Event],
     world_size: int,
-    domains: Mapping[str, Mapping[str, str]],
+    domains: Callable[[str], Mapping[str, str]],
 ) -> Topology:
     """The topology of one epoch; ranks without a hello are in it, unknown.
 
-    `domains` is the site file (node -> rack, switch, driver ...); only the job's nodes are taken from it, in the order
-    of their lowest rank.
+    `domains` gives those of a node (rack, leaf, driver ...); the job's nodes are in the order of their lowest rank.
     """
     device_R = [""] * world_size
     node_R = np.full(world_size, -1, np.int32)
@@ -45,7 +107,7 @@ def make_topology(
         device_R=tuple(device_R),
         node_R=node_R,
         coords_RP=coords_RP,
-        domains={node: dict(domains.get(node, {})) for node in nodes},
+        domains={node: dict(domains(node)) for node in nodes},
     )
 
 

@@ -8,6 +8,7 @@ refusal  the other answer, also later, JSON: why; then the connection ends
 frame    core/codec.frame_to_bytes
 events   core/codec.dumps, one event a line
 ack      u8: so many messages after the hello, understood or not, will never be asked for again
+look     to an agent whose hello says that it takes looks, JSON: which ranks of which job to look closer at
 
 A kind that is not known is passed over and counted: a newer peer sent it. hello and refusal stay readable for every
 version. What was sent and not acknowledged is sent again on the next connection, so that each message comes at least
@@ -27,7 +28,7 @@ import numpy as np
 from trainwarden.core.codec import FRAME_MAGIC, NAMED, dumps, frame_from_bytes, loads
 from trainwarden.core.errors import DataError
 from trainwarden.core.fromjson import decoder
-from trainwarden.core.model import Epoch, Event, Frame, JobId
+from trainwarden.core.model import Epoch, Event, Frame, JobId, Look
 from trainwarden.core.schemas import DTYPES
 from trainwarden.core.version import __version__
 
@@ -35,7 +36,9 @@ PROTOCOL: Final = 1
 """Another number is refused: what may differ between releases of one protocol are kinds of message, and JSON keys."""
 
 MAGIC: Final = b"TW"
-HELLO, WELCOME, REFUSAL, FRAME, EVENTS, ACK = range(1, 7)
+HELLO, WELCOME, REFUSAL, FRAME, EVENTS, ACK, LOOK = range(1, 8)
+TAKES_LOOKS: Final = "look"
+"""In a hello."""
 
 SMALL_BYTES: Final = 64 * 1024
 FRAME_BYTES: Final = 16 * 1024 * 1024
@@ -49,6 +52,7 @@ _CAPS: Final[Mapping[int, int]] = {
     FRAME: FRAME_BYTES,
     EVENTS: EVENTS_BYTES,
     ACK: 8,
+    LOOK: SMALL_BYTES,
 }
 _HEAD: Final = struct.Struct("<2sHI")
 _COUNT: Final = struct.Struct("<Q")
@@ -108,7 +112,9 @@ class Decoder:
             else:
                 self._went_by(skipped=1)
         while end - at >= _HEAD.size:
-            kind, length = self._head(data, at)
+            magic, kind, length = _HEAD.unpack_from(data, at)
+            if magic != MAGIC or self._first is not None or length > _CAPS.get(kind, FRAME_BYTES):
+                self._check(magic, kind, length)
             at += _HEAD.size
             if end - at < length:
                 self._kind, self._missing = kind, length - (end - at)
@@ -122,13 +128,17 @@ class Decoder:
             at += length
         self._head_part = data[at:]
 
+    @property
+    def whole(self) -> bool:
+        """Whether no message is half there."""
+        return not self._missing and not self._head_part
+
     def _went_by(self, skipped: int = 0) -> None:
         self.count += self._first is None
         self.skipped += skipped
         self._first = None
 
-    def _head(self, data: bytes, at: int) -> tuple[int, int]:
-        magic, kind, length = _HEAD.unpack_from(data, at)
+    def _check(self, magic: bytes, kind: int, length: int) -> None:
         if magic != MAGIC:
             self._broken = f"stream: a message starts with {magic!r}, not {MAGIC!r}"
         elif self._first not in (None, kind) and (self._first, kind) != (WELCOME, REFUSAL):
@@ -139,7 +149,6 @@ class Decoder:
             )
         if self._broken:
             raise DataError(self._broken)
-        return kind, length
 
 
 # bodies
@@ -155,6 +164,8 @@ class Hello:
     """One sender's life: numbers of its sources only grow while this stays the same."""
     backlog: int = 0
     """Messages that wait as this is said: sent on an earlier connection and not acknowledged there, or never sent."""
+    takes: tuple[str, ...] = ()
+    """What the server may send beside acks: TAKES_LOOKS. An older sender takes nothing."""
     protocol: int = PROTOCOL
     software: str = __version__
 
@@ -177,12 +188,20 @@ class Refusal:
     protocol: int = PROTOCOL
 
 
-Said = TypeVar("Said", Hello, Welcome, Refusal)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a server asks of the agent of one node: a look at ranks of one job. The same key again is the same look."""
+
+    job: JobId
+    look: Look
 
 
-def say(thing: Hello | Welcome | Refusal) -> bytes:
-    """The whole message."""
-    kind = {Hello: HELLO, Welcome: WELCOME, Refusal: REFUSAL}[type(thing)]
+Said = TypeVar("Said", Hello, Welcome, Refusal, Asked)
+
+
+def say(thing: Hello | Welcome | Refusal | Asked) -> bytes:
+    """The whole message. Raises DataError for a look at more ranks than a node has."""
+    kind = {Hello: HELLO, Welcome: WELCOME, Refusal: REFUSAL, Asked: LOOK}[type(thing)]
     return pack(kind, json.dumps(asdict(thing), sort_keys=True).encode())
 
 
@@ -235,7 +254,7 @@ def events_from_bytes(body: bytes) -> Iterator[Event | DataError]:
 # Frames: what codec.frame_to_bytes writes is in canonical form, so its header can be read by one expression, three
 # times as fast as JSON with each value checked; whatever does not match goes the slow way, which says what is wrong.
 
-_INT: Final = rb"(0|-?(?:[1-9]\d{0,17}|[1-8]\d{18}))"
+_INT: Final = rb"(0|-?(?:[1-8]\d{18}|[1-9]\d{0,17}))"  # Unix nanoseconds first: else each is tried at every length
 _TEXT: Final = rb'"([ !#-\[\]-~]*)"'
 _CANONICAL: Final = re.compile(
     rb'\{"epoch":(?:null|%b),"job":(?:null|%b),"row_bytes":%b,"rows":%b,"schema":%b,"seen_ns":%b,"sent_ns":%b,'
@@ -262,8 +281,11 @@ def frame_of(body: bytes) -> Frame:
         return frame_from_bytes(body)
     rows_N = np.frombuffer(body, dtype, count, at)
     known = _names(names) if len(names) <= _NAMES_CACHED_BYTES else _names.__wrapped__(names)
-    if known is None or any(rows_N[column].max() >= len(known) for column in NAMED[name]):
+    if known is None:
         return frame_from_bytes(body)
+    for column in NAMED[name]:
+        if rows_N[column].max() >= len(known):
+            return frame_from_bytes(body)
     return Frame(
         schema=name,
         source=source.decode(),

@@ -55,8 +55,9 @@ class HangConfig:
     window: int = 2048
     """Stays remembered of each phase."""
 
-    fresh: timedelta = timedelta(milliseconds=300)
-    """A rank whose last live frame is older is blind, not hung: three polls of the agent."""
+    fresh: timedelta = timedelta(seconds=1)
+    """A rank whose last live frame is older is blind, not hung. An agent of a node looks every 0.25 s, every 0.5 s when
+    it keeps to its budget, and hands on five times a second; a tenth of `floor`, so no hang is told late by it."""
 
     confirm: timedelta = timedelta(seconds=1)
     """Without progress for this long after the first suspicion, the finding is final also without a stack."""

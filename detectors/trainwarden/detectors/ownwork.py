@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwarden.core.model import State, StepMatrix, Topology
-from trainwarden.core.records import CONTAINS_COMM, FEATURES
+from trainwarden.core.records import CONTAINS_COMM, DEVICE_TIMED, FEATURES
 from trainwarden.core.topology import peer_group_R
 from trainwarden.detectors.case import say_ranks
 from trainwarden.detectors.robust import Bools, Floats, carry, mean_over, median_over, peer_median
@@ -156,7 +156,8 @@ class OwnWork:
 
     def _blind_in(self, matrix: StepMatrix) -> Bools:
         comm_R = (matrix.flags_R & CONTAINS_COMM) != 0
-        no_runq_R = np.isnan(matrix.values_FR[_RUNQ_ROW]) & ~self._gpu_R
+        timed_R = self._gpu_R | ((matrix.flags_R & DEVICE_TIMED) != 0)
+        no_runq_R = np.isnan(matrix.values_FR[_RUNQ_ROW]) & ~timed_R
         # one reason a rank, the most telling first; only of ranks that were seen
         self._blind = {
             "told": matrix.seen_R & self._told_R,

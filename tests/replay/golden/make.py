@@ -1,4 +1,4 @@
-"""Makes the goldens of one version of what is kept and sent: a rank's ring, and a frame of each schema.
+"""Makes the goldens of one version of what is kept and sent: a rank's ring, a frame of each schema, a recording.
 
 Run once for each version of a layout, with the code of that version, and never again: what it made is what a rank or an
 agent that was not upgraded still writes. Readers of later versions must read all of them for 12 months.
@@ -12,17 +12,21 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from trainwarden.core.codec import FRAME_MAGIC, frame_from_bytes, frame_to_bytes
-from trainwarden.core.model import Epoch, Frame, JobId, Schema
+from trainwarden.core.model import Epoch, Event, Frame, JobId, Schema, Subject, Tick
 from trainwarden.core.records import FEATURES, PHASES, VERSION, epoch_of
 from trainwarden.core.schemas import DTYPES
 
 HERE = Path(__file__).resolve().parent
 FRAMES_VERSION = int(FRAME_MAGIC.decode()[-1])
+RECORDING_VERSION = 1
+"""Of columns and the text of events; a change of these that today's reader needs to tell apart makes it 2."""
 RING, FRAMES = HERE / f"ring-v{VERSION}.bin", HERE / f"frames-v{FRAMES_VERSION}.bin"
+RECORDING = HERE / f"recording-v{RECORDING_VERSION}.parquet"
 NAMES: dict[Schema, tuple[str, ...]] = {
     "step": (),
     "live": PHASES,
@@ -81,6 +85,35 @@ def bodies(data: bytes) -> Iterator[bytes]:
         at += _LENGTH.size + length
 
 
+def recorded() -> list[Frame | Event | Tick]:
+    """The frames, events with every sort of value in their data, and time passing."""
+    rank, at_ns = Subject(kind="rank", id="3"), 1_800_000_000_000_000_000
+    job = {"job": JobId("golden"), "epoch": Epoch(epoch_of(2, 1, 3))}
+    exit_ = {"rank": 3, "pid": 7, "code": None, "signal": 9, "oom": False, "by": "keeper", "t_ns": at_ns}
+    told: list[tuple[str, Subject, dict[str, Any]]] = [
+        ("process.exit", rank, {"data": exit_, **job}),
+        ("mark.note", rank, {"data": {"name": "lr \u00e9", "value": 0.5, "more": [1, {"deep": "x"}]}, **job}),
+        ("source.blind", Subject(kind="source", id="nvml@n1"), {"data": {"why": "no driver"}}),
+    ]
+    events = [
+        Event(kind=kind, subject=subject, source="s@n1", seq=number, t_ns=at_ns, seen_ns=at_ns + 1, **more)
+        for number, (kind, subject, more) in enumerate(told)
+    ]
+    return [*frames(), *events, Tick(seen_ns=at_ns + 2)]
+
+
+def recording() -> bytes:
+    """The one file of a recording of these."""
+    from trainwarden.core.recording import Recorder
+
+    with tempfile.TemporaryDirectory() as folder:
+        with Recorder(Path(folder)) as recorder:
+            for item in recorded():
+                recorder.write(item)
+        (file,) = Path(folder).glob("*.parquet")
+        return file.read_bytes()
+
+
 def ring() -> bytes:
     """The ring of rank 1 of 2, attempt 3, restart 1, after five steps with a span, a value and a note; not closed."""
     from trainwarden.collectors.rank import BACKWARD, DATA, FORWARD, OPTIMIZER, attach
@@ -108,7 +141,8 @@ def ring() -> bytes:
 
 
 def main() -> None:
-    for path, make in ((RING, ring), (FRAMES, lambda: framed([*map(frame_to_bytes, frames())]))):
+    made = ((RING, ring), (FRAMES, lambda: framed([*map(frame_to_bytes, frames())])), (RECORDING, recording))
+    for path, make in made:
         if path.exists():
             sys.stdout.write(f"{path.name} stays: it is what that version wrote\n")
             continue

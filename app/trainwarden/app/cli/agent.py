@@ -10,9 +10,11 @@ from typing import Annotated
 import typer
 
 from trainwarden.app.cli.run import say
+from trainwarden.app.looking import Looking
 from trainwarden.app.node_agent import Gathering, Outlet, Sent, gather, node_name, recorded
 from trainwarden.app.node_sources import load_node_settings
 from trainwarden.app.uplink import Uplink
+from trainwarden.core.clock import unix_ns
 from trainwarden.core.errors import ConfigError
 
 Node = Annotated[str | None, typer.Option(help="Name of this node; none: TRAINWARDEN_NODE, else the host's name.")]
@@ -22,7 +24,7 @@ Config = Annotated[Path | None, typer.Option(help="YAML file with the agent's se
 def agent(
     node: Node = None,
     config: Config = None,
-    server: Annotated[str | None, typer.Option(help="HOST:PORT of `trainwarden server`.")] = None,
+    server: Annotated[str | None, typer.Option(help="HOST:PORT of `trainwarden server`, or its URL.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with this node's token.")] = None,
     record: Annotated[Path | None, typer.Option(help="Folder to write all of it to, at most 1 GiB.")] = None,
     metrics: Annotated[str | None, typer.Option(help="HOST:PORT for Prometheus; port 0: any free one.")] = None,
@@ -35,11 +37,18 @@ def agent(
     if token_file is not None:
         uplink = replace(uplink, token=f"file:{token_file.absolute()}")
     outlets: list[Outlet] = [] if record is None else [recorded(record)]
+    looking = Looking(name, start_ns=unix_ns()) if "looks" in settings.agent.sources else None
     if uplink.server:
-        outlets.append(Sent(Uplink(uplink, name), say))
-    if not outlets and metrics is None:
-        raise ConfigError("nowhere to hand it on to: give --server HOST:PORT, --record FOLDER or --metrics HOST:PORT")
-    gather(Gathering(node=name, settings=settings, outlets=outlets, listen=metrics or ""), stop_at_signals(), say)
+        outlets.append(Sent(Uplink(uplink, name, None if looking is None else looking.take), say))
+    if metrics is not None:
+        settings = replace(settings, metrics=replace(settings.metrics, listen=metrics))
+    if not (outlets or settings.metrics.listen or settings.metrics.otlp_endpoint):
+        raise ConfigError(
+            "nowhere to hand it on to: give --server HOST:PORT, --record FOLDER or --metrics HOST:PORT, or set "
+            "metrics.otlp_endpoint"
+        )
+    asked = Gathering(node=name, settings=settings, outlets=outlets, looking=looking)
+    gather(asked, stop_at_signals(), say)
 
 
 def stop_at_signals() -> threading.Event:

@@ -4,7 +4,19 @@ import sys
 
 import typer
 
-from trainwarden.app.cli import agent, approve, checkpoints, dashboards, demo, doctor, record, report, run, server
+from trainwarden.app.cli import (
+    agent,
+    approve,
+    checkpoints,
+    dashboards,
+    demo,
+    doctor,
+    record,
+    report,
+    run,
+    server,
+    tokens,
+)
 from trainwarden.core.errors import TrainwardenError
 
 _app = typer.Typer(
@@ -25,6 +37,7 @@ _app.command("approve")(approve.approve)
 _app.command("deny")(approve.deny)
 _app.command("stop-all")(approve.stop_all)
 _app.add_typer(checkpoints.checkpoints, name="checkpoints")
+_app.add_typer(tokens.tokens, name="tokens")
 _app.add_typer(dashboards.dashboards, name="dashboards")
 
 

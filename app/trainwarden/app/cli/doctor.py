@@ -17,7 +17,7 @@ from trainwarden.app.doctor import Check, Level, examine, exit_status
 from trainwarden.app.doctor_facts import gather
 from trainwarden.app.node_agent import node_name
 from trainwarden.app.node_sources import load_node_settings
-from trainwarden.app.wiring import load_settings
+from trainwarden.app.surroundings import load_run_settings
 from trainwarden.core.durations import parse_duration
 from trainwarden.core.errors import ConfigError
 
@@ -37,7 +37,7 @@ def doctor(
 
     Run it where the job runs, with the job's environment. Exit status: 0 all is well, 1 warnings, 2 errors.
     """
-    settings, run = load_node_settings(config), load_settings(run_config)
+    settings, (run, _) = load_node_settings(config), load_run_settings(run_config)
     try:
         timeout = parse_duration(nccl_timeout)
     except ValueError as error:

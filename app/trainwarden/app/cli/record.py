@@ -15,7 +15,7 @@ from trainwarden.app.cli.run import say
 from trainwarden.app.node_agent import Gathering, gather, node_name, recorded
 from trainwarden.app.node_sources import load_node_settings
 from trainwarden.app.replay import replay as replayed
-from trainwarden.app.wiring import load_settings
+from trainwarden.app.surroundings import load_run_settings
 from trainwarden.core.codec import dumps
 from trainwarden.core.durations import parse_duration
 from trainwarden.core.errors import ConfigError
@@ -54,7 +54,7 @@ def replay(
     ] = False,
 ) -> None:
     """Say what would be found in a recording today. Exit status 0, whatever is found."""
-    settings, recording = load_settings(config), Recording(folder)
+    (settings, _), recording = load_run_settings(config), Recording(folder)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no folder; a recording is a folder of NUMBER.parquet files")
     found = replayed(recording, settings)

@@ -14,7 +14,8 @@ import typer
 from trainwarden.app.folders import choose_job, state_folder
 from trainwarden.app.launch import check_command
 from trainwarden.app.run import Request, Supervisor
-from trainwarden.app.wiring import choose_policy, load_settings
+from trainwarden.app.surroundings import load_run_settings
+from trainwarden.app.wiring import choose_policy
 from trainwarden.core.errors import ConfigError, FencedError, OwnedError, StoreError, TrainwardenError
 
 EXIT_STATUS: Mapping[type[TrainwardenError], int] = {ConfigError: 2, OwnedError: 3, FencedError: 4, StoreError: 5}
@@ -35,7 +36,7 @@ def run(
     4 somebody took the job over, 5 the journal cannot be written.
     """
     check_command(command)
-    settings = load_settings(config)
+    settings, beside = load_run_settings(config)
     if metrics is not None:
         settings = replace(settings, metrics=replace(settings.metrics, listen=metrics))
     folder = state_folder(state)
@@ -44,6 +45,8 @@ def run(
         command=tuple(command),
         state=folder,
         settings=settings,
+        beside=beside,
+        sources=settings.run.sources,
         policy=choose_policy(policy),
     )
     supervisor = Supervisor(request, say)

@@ -22,6 +22,7 @@ def server(
     client_ca: Annotated[Path | None, typer.Option(help="PEM file: agents must show a certificate of it.")] = None,
     plaintext: Annotated[bool, typer.Option(help="Listen without TLS where other hosts can read along.")] = False,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
+    http: Annotated[str | None, typer.Option(help="HOST:PORT for agents that only HTTP lets through (POST).")] = None,
     metrics: Annotated[str | None, typer.Option(help="HOST:PORT for Prometheus; port 0: any free one.")] = None,
 ) -> None:
     """Take what agents send of many jobs, and say what is wrong, where and why. Observe only: it repairs nothing.
@@ -29,7 +30,7 @@ def server(
     A SIGTERM ends it in order; the jobs go on with the next server of the same STATE.
     Exit status: 2 wrong settings.
     """
-    settings, of_ingest, of_jobs = load_server_settings(config)
+    settings, of_ingest, of_jobs, of_http = load_server_settings(config)
     if metrics is not None:
         settings = replace(settings, metrics=replace(settings.metrics, listen=metrics))
     host, port = address_of(listen)
@@ -43,6 +44,7 @@ def server(
             settings=settings,
             ingest=replace(of_ingest, plaintext=of_ingest.plaintext or plaintext),
             jobs=of_jobs,
+            http=of_http if http is None else replace(of_http, listen=http),
         ),
         say,
     )

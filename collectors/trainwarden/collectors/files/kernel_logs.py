@@ -6,6 +6,7 @@ as they are, without one in UTC; seconds since boot count from boot_ns. A line w
 before it. Log files are root's, but what stands in their place may not be: links and special files are not opened.
 """
 
+import errno
 import gzip
 import os
 import re
@@ -95,6 +96,8 @@ class KernelLogFiles:
         if stat.S_ISDIR(os.stat(self._path).st_mode):
             near = islice(self._path.iterdir(), MAX_FILES)
             found = {path: key for path in near if (key := _key(path))}
+        elif not stat.S_ISREG(os.lstat(self._path).st_mode):
+            raise OSError(errno.EINVAL, "neither a plain file nor a folder (links to files are not followed)")
         else:
             siblings = self._path.parent.glob(f"{self._path.name}[.-]*")
             found = {path: key for path in siblings if (key := _key(path)) in self._read_bytes}

@@ -222,39 +222,45 @@ class DumpRequests:
         self._places = _Environments(proc)
 
     def look(self, look: Look) -> Iterator[Event]:
-        """One dump.refused for each rank of this host that was to be asked and could not."""
+        """One dump.refused for each reason why ranks of this host that were to be asked could not."""
         wanted = {subject.id for subject in look.subjects if subject.kind == "rank"} if look.what == "dump" else set()
+        refused: dict[tuple[str, str], list[int]] = {}
         for rank, process in sorted(self._ranks().items()):
-            if str(rank) in wanted:
-                yield from self._ask(rank, process)
+            if str(rank) in wanted and (no := self._ask(rank, process)):
+                refused.setdefault(no, []).append(rank)
+        source = Subject(kind="source", id=self._emit.source)
+        for (path, why), ranks in refused.items():
+            words = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} cannot be asked for a dump: {why}"
+            said = {"path": plain(path, PATH_MAX), "why": words}
+            yield self._emit("dump.refused", source, now_ns=self._clock(), data=said)
 
-    def _ask(self, rank: int, process: ProcessId) -> Iterator[Event]:
-        path = ""
+    def _ask(self, rank: int, process: ProcessId) -> tuple[str, str] | None:
+        """(path, why) where it cannot be asked."""
         try:
             pipe = self._config.pipe or self._places(process).pipe
-            path = f"{pipe}{rank}.pipe" if pipe else ""
-            why = ask(path, self._owner_uid) if path else f"it takes no requests: {PIPE_KEY} is not set"
         except OSError as error:
-            why = f"where its pipe lies is not known: {error.strerror}"
-        if why:
-            source = Subject(kind="source", id=self._emit.source)
-            said = {"path": plain(path, PATH_MAX), "why": f"rank {rank} cannot be asked for a dump: {why}"}
-            yield self._emit("dump.refused", source, now_ns=self._clock(), data=said)
+            return "", f"where its pipe lies is not known: {error.strerror}"
+        if not pipe:
+            return "", f"no requests are taken: {PIPE_KEY} is not set"
+        path = f"{pipe}{rank}.pipe"
+        why = ask(path, self._owner_uid)
+        return (path, why) if why else None
 
 
 def ask(path: str, owner_uid: int) -> str:
-    """Write one byte into a recorder's pipe, without ever waiting: why it cannot be done, "" if it was."""
+    """Write one byte into a recorder's pipe, without ever waiting: why it cannot be done, "" if it was. What the
+    tenant put there is opened only once it is known to be a pipe of his: opening a device can do things."""
+    place = to = -1
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
-    except OSError as error:
-        return "nobody reads its pipe" if error.errno == errno.ENXIO else str(error.strerror)
-    try:
-        found = os.fstat(fd)
+        place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        found = os.fstat(place)
         if not stat.S_ISFIFO(found.st_mode) or found.st_uid != owner_uid:
             return "what lies there is no pipe of the job's user"
-        os.write(fd, b"1")
-    except OSError as error:  # full: asked often, never read
-        return str(error.strerror)
+        to = os.open(f"/proc/self/fd/{place}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.write(to, b"1")
+    except OSError as error:  # EAGAIN: asked often, never read
+        return "nobody reads its pipe" if error.errno == errno.ENXIO else str(error.strerror)
     finally:
-        os.close(fd)
+        for fd in {place, to} - {-1}:
+            os.close(fd)
     return ""

@@ -7,7 +7,7 @@
         w.begin(step)
         w.mark(DATA);      batch = next(batches)
         w.mark(FORWARD);   loss = model(batch)
-        w.value(LOSS, loss.item(), scope="local")
+        w.value(LOSS, loss, scope="local")  # a number or a tensor; one on a CUDA device is never waited for
         w.mark(BACKWARD);  loss.backward()
         w.mark(OPTIMIZER); optimizer.step()
         w.end()
@@ -17,6 +17,7 @@ With PyTorch, watch(w, model, optimizer) makes these marks by itself: begin(), e
 Standard library only; no system call, no lock and no device synchronisation on the way of a step; never raises.
 """
 
+from trainwarden.collectors.rank.gradients import watch_gradients
 from trainwarden.collectors.rank.rank import Rank
 from trainwarden.collectors.rank.requests import Agree
 from trainwarden.collectors.rank.side import Side
@@ -67,4 +68,5 @@ __all__ = [
     "Side",
     "attach",
     "watch",
+    "watch_gradients",
 ]

@@ -22,7 +22,7 @@ class Hello:
 
     def __init__(self, folder: Path, me: Identity, process: Process, ring: Ring, clock: str) -> None:
         self._folder, self._me, self._process, self._ring, self._clock = folder, me, process, ring, clock
-        self._blind = [] if clock == "cpu" else ["own_work"]  # no device time yet: wall time says little on a busy CPU
+        self._hidden: list[str] = []
 
     def __call__(self, lap: int) -> None:
         try:
@@ -34,10 +34,19 @@ class Hello:
 
     def hides(self, lap: int, *what: str) -> None:
         """What of this rank cannot be told: names of signals, and sentences that say why. Written again if new."""
-        new = [word for word in dict.fromkeys(what) if word not in self._blind]
+        new = [word for word in dict.fromkeys(what) if word not in self._hidden]
         if new:
-            self._blind += new
+            self._hidden += new
             self(lap)
+
+    def timed_by_device(self, lap: int) -> None:
+        """Phases are timed by the device from now on. Written again."""
+        self._clock = "device"
+        self(lap)
+
+    def _blind(self) -> list[str]:
+        by_clock = ["own_work"] if self._clock == "wall" else []  # it says little on a busy CPU, and less of a device
+        return [*dict.fromkeys(by_clock + self._hidden)]
 
     def _data(self, lap: int) -> Mapping[str, Any]:
         """The data of event `hello` (core/kinds.py)."""
@@ -54,7 +63,7 @@ class Hello:
             "uid": process.uid,
             "ring": str(self._ring.path),
             "clock": self._clock,
-            "blind": self._blind,
+            "blind": self._blind(),
             "attempt": me.attempt,
             "restart": me.restart,
             "lap": lap,

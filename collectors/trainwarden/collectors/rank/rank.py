@@ -21,17 +21,18 @@ from typing import Any, Final
 
 from trainwarden.collectors.rank.dumps import Dumps
 from trainwarden.collectors.rank.hello import Hello
-from trainwarden.collectors.rank.numbers import RefusedValue, number
+from trainwarden.collectors.rank.numbers import HIGH, LOW, RefusedValue, number
+from trainwarden.collectors.rank.pending import Pending
 from trainwarden.collectors.rank.requests import Agree, Desk
 from trainwarden.collectors.rank.ring import Ring
 from trainwarden.collectors.rank.say import say, say_error
 from trainwarden.collectors.rank.schedstat import Schedstat
 from trainwarden.collectors.rank.side import Side
 from trainwarden.collectors.rank.spans import Span
-from trainwarden.collectors.rank.sums import VALUES, Sums
+from trainwarden.collectors.rank.sums import Sums
+from trainwarden.collectors.rank.values import give, tell
 from trainwarden.collectors.rank.words import (
     BETWEEN,
-    FEATURE_NAMES,
     GRAD_NORM,
     INIT,
     LOSS,
@@ -46,10 +47,7 @@ from trainwarden.core.records import (
     COMMITTED,
     CONTAINS_COMM,
     DETAILS_OFFSET,
-    GRAD_NONFINITE,
     LIVE_OFFSET,
-    LOCAL_NONFINITE,
-    LOSS_NONFINITE,
     PHASES,
     STAMP_ROW,
     STAMPED,
@@ -66,17 +64,13 @@ NEVER: Final = (1 << 30) - 1
 
 MAX_LAP: Final = 0xFFFF
 
-_LOW, _HIGH = -3.4028234e38, 3.4028234e38
-"""What a float32 holds: a row has no larger numbers, and a loss out of here is as good as infinite."""
-
+_LOW, _HIGH = LOW, HIGH
 _clock = time.perf_counter
 _pack_stamps = STAMP_ROW.pack_into
 _ROW_BYTES: Final = STEP_ROW.size
 _WORDS_OFFSET: Final = LIVE_OFFSET + 8 * len(PHASES)
 _STEP, _BATCH, _FLAGS, _LAP = range(4)  # the words behind the live stamps
-_TOKENS: Final = VALUES.index("tokens")
 _ENTERED: Final = frozenset(range(len(PHASES))) - {BETWEEN, INIT}
-_NONFINITE: Final = {"loss": LOSS_NONFINITE, "grad_norm": GRAD_NONFINITE}
 
 
 class Rank:
@@ -87,9 +81,9 @@ class Rank:
 
     # fmt: off
     __slots__ = (
-        "_at", "_batch", "_batched", "_control", "_desk", "_dumps", "_flags", "_gate", "_hello", "_lap", "_live",
-        "_long", "_open", "_phase", "_plain", "_ring", "_schedstat", "_seq", "_side", "_step", "_sums", "_view",
-        "_words", "attempt", "why_off",
+        "_at", "_batch", "_batched", "_control", "_desk", "_dumps", "_flags", "_gate", "_hello", "_into", "_lap",
+        "_live", "_long", "_open", "_pending", "_phase", "_plain", "_ring", "_schedstat", "_seq", "_side", "_step",
+        "_sums", "_view", "_words", "attempt", "why_off",
     )
     # fmt: on
     _gate: int
@@ -118,6 +112,8 @@ class Rank:
         self._hello, self._schedstat, self._desk, self._dumps = hello, schedstat, desk, dumps
         self._side = Side(side_ring, lambda: (self._step, self._lap))
         self._sums = Sums(schedstat)
+        self._into = self._sums.enter
+        self._pending: Pending | None = None
         self._plain = [0.0] * STAMPED + [nan, nan]
         """What a row in stamps tells: stamps by phase, loss, gradient norm."""
         self._step = self._batch = -1
@@ -152,8 +148,8 @@ class Rank:
                 self._phase = phase
             else:
                 self._enter(phase)
-            if tokens is not None or contains_comm:
-                self._told(tokens, contains_comm)
+            if (tokens is not None or contains_comm) and self._ring is not None:
+                tell(self, tokens, contains_comm)
         except Exception:
             self._failed()
 
@@ -236,6 +232,8 @@ class Rank:
     def close(self) -> None:
         """The training ends in order. Done by itself at exit."""
         if self._ring is not None:
+            if self._pending is not None:
+                self._pending.flush()
             self._ring.state("detached")
         self.let_go("closed")
 
@@ -286,6 +284,8 @@ class Rank:
         if batch is not None or self._batched:
             self._words[_BATCH] = self._batch
             self._batched = batch is not None
+        if self._pending is not None:
+            self._pending.begin()
         self._words[_STEP] = self._step = step
         self._gate = NEVER
         self._open = self._plain
@@ -295,12 +295,16 @@ class Rank:
 
     def _drop_step(self) -> None:
         self._sums.reset()
+        if self._pending is not None:
+            self._pending.drop()
         self._plain[LOSS] = self._plain[GRAD_NORM] = nan
         self._wrong("begin() without end() before it: the step before has no row")
 
     def _next_lap(self) -> None:
         if self._lap == MAX_LAP or self._hello is None:
             raise ValueError(f"more than {MAX_LAP} laps")
+        if self._pending is not None:
+            self._pending.flush()
         self._words[_LAP] = self._lap = self._lap + 1
         self._long = True
         self._hello(self._lap)
@@ -314,12 +318,13 @@ class Rank:
         if phase not in _ENTERED:
             raise ValueError(f"{phase!r} is no phase to enter")
         self._live[phase] = now = _clock()
-        self._sums.enter(phase, now)
+        enter = self._into
+        enter(phase, now)
 
     def _back_to(self, phase: Phase) -> None:
         """What a span was in goes on, if only the time between two steps."""
         self._live[phase] = now = _clock()
-        self._sums.enter(phase, now)
+        self._into(phase, now)
 
     def _go_long(self) -> None:
         """The open step goes on in sums; between steps, the next one will."""
@@ -329,42 +334,12 @@ class Rank:
             self._sums.take_over(self._plain)
             self._phase = IN_SUMS
 
-    def _told(self, tokens: object, contains_comm: bool) -> None:
-        if self._ring is None:
-            return
-        self._go_long()
-        if contains_comm:
-            self._flags |= CONTAINS_COMM
-        if tokens is not None:
-            before = self._sums.values[_TOKENS]
-            self._sums.values[_TOKENS] = number(tokens) + (before if before == before else 0.0)
-
     def _value(self, name: Feature | str, value: object, scope: Scope | None) -> None:
         try:
-            if self._ring is None:
-                return
-            amount = number(value)
-            known = FEATURE_NAMES.get(name)
-            if known is None:
-                self._detail("value", str(name), _clock(), amount)
-                return
-            if not _LOW < amount < _HIGH:
-                self._nonfinite(LOCAL_NONFINITE if scope == "local" else _NONFINITE.get(known, 0))
-            if self._phase == BETWEEN_STEPS:
-                self._wrong(f"value({known}) between end() and begin() belongs to no step")
-            elif scope != "local" and known in _NONFINITE:
-                self._plain[LOSS if known == "loss" else GRAD_NORM] = amount
-            else:
-                self._go_long()
-                self._sums.values[VALUES.index(f"local_{known}" if scope == "local" else known)] = amount
+            if self._ring is not None:
+                give(self, name, value, scope)
         except Exception:
             self._failed()
-
-    def _nonfinite(self, flag: int) -> None:
-        """Seen by the agent at its next poll, whether or not the step ever ends."""
-        self._go_long()
-        self._flags |= flag
-        self._words[_FLAGS] = self._flags
 
     def _end(self, now: float) -> None:
         if self._ring is None:
@@ -373,14 +348,20 @@ class Rank:
             self._wrong("end() without begin()")
             return
         self._phase, self._open = BETWEEN_STEPS, ()
-        self._seq = seq = self._seq + 1
-        at = self._at + _ROW_BYTES
-        self._at = at = STEPS_OFFSET if at == DETAILS_OFFSET else at
-        plain, step = self._plain, self._step
+        plain, step, pending = self._plain, self._step, self._pending
+        if pending is None:
+            self._seq = seq = self._seq + 1
+            at = self._at + _ROW_BYTES
+            self._at = at = STEPS_OFFSET if at == DETAILS_OFFSET else at
+            view = self._view
+        else:
+            seq, at, view = 0, 0, pending.row()
         head = (seq, step, self._batch, self._flags, self._lap)
-        self._sums.end(now, plain[LOSS], plain[GRAD_NORM], self._view, at, head)
+        self._sums.end(now, plain[LOSS], plain[GRAD_NORM], view, at, head)
         plain[LOSS] = plain[GRAD_NORM] = nan
         self._gate = NEVER if self._long or self._batched or self._flags else step
+        if pending is not None:
+            pending.end()
 
     def _detail(self, what: str, name: str, at: float, value: float) -> None:
         if self._ring is not None:

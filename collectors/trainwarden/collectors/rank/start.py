@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from trainwarden.collectors.rank.dumps import Dumps
 from trainwarden.collectors.rank.hello import Hello
+from trainwarden.collectors.rank.pending import time_on
 from trainwarden.collectors.rank.rank import Rank
 from trainwarden.collectors.rank.requests import Desk
 from trainwarden.collectors.rank.ring import SIDE, NoRing, Ring
@@ -36,15 +37,16 @@ def attach(
     world_size: int | None = None,
     local_rank: int | None = None,
     job: str | None = None,
-    clock: Literal["wall", "cpu"] = "wall",
+    clock: Literal["wall", "cpu", "device"] = "wall",
 ) -> Rank:
     """The recorder of this rank, to be used by the calling thread.
 
     Who we are is told by the arguments, else by a launcher's environment (core/identity.py), else this is rank 0 of 1.
     A worker of a DataLoader is no rank, and neither is a spawned process that only imports the script. coords: this
     rank's place in the parallel layout, some of pp, tp, dp, ep, cp. clock: `cpu` also asks the scheduler at each mark
-    (about 1 us each) and is what a CPU job needs. Whatever prevents a ring is said once, and the recorder is then a
-    no-op: the training goes on as without us.
+    (about 1 us each) and is what a CPU job needs; `device` has CUDA time the phases, as watch() does by itself for a
+    model that is there (`wall` then becomes `device`). Whatever prevents a ring is said once, and the recorder is then
+    a no-op: the training goes on as without us.
     """
     if os.environ.get(OFF) == "0":
         return Rank(None, why_off=f"{OFF}=0")
@@ -75,8 +77,8 @@ def _worker() -> str:
 
 
 def _record(me: Identity, clock: str) -> Rank:
-    if clock not in CLOCKS:
-        raise ConfigError(f"clock: expected one of {', '.join(CLOCKS)}, got {clock!r}")
+    if (asked := clock) not in (*CLOCKS, "device"):
+        raise ConfigError(f"clock: expected one of {', '.join(CLOCKS)}, device, got {clock!r}")
     rings, hellos = _folders(me)
     _remove_old(me, rings, hellos)
     schedstat = _schedstat() if clock == "cpu" else None
@@ -88,7 +90,17 @@ def _record(me: Identity, clock: str) -> Rank:
     side = partial(Ring, rings, me, process, CLOCKS.index(clock), SIDE)
     dumps = _dumps(hellos, process.pid)
     desk = Desk(ring, me)
-    return Rank(ring, schedstat=schedstat, attempt=me.told, hello=hello, side_ring=side, desk=desk, dumps=dumps)
+    made = Rank(ring, schedstat=schedstat, attempt=me.told, hello=hello, side_ring=side, desk=desk, dumps=dumps)
+    if asked == "device":
+        _time_on_device(made)
+    return made
+
+
+def _time_on_device(recorder: Rank) -> None:
+    try:
+        time_on(recorder, "cuda")
+    except Exception as error:
+        say("no device clock", f"no device clock, the wall clock is used: {error}")
 
 
 def _dumps(hellos: Path, pid: int) -> Dumps | None:

@@ -17,15 +17,19 @@
   others: between ours and a second one that runs after all of them, the phase is `wait`. A model that is called inside
   backward is recomputed (activation checkpointing): that is backward.
 - optimizer: its own step hooks. What lies between these is `other`, and so no own work.
+- All these are timed by the device where the model is on one that can (pending.py), else by the host.
 - What cannot be told apart is said in the hello: sharded parameters wait for the others inside forward and backward.
 
-No device call, no collective, nothing raised; a hook that fails is counted, and all of the same watch() are removed.
+No device is waited for, no collective started, nothing raised; a hook that fails is counted, and all of the same
+watch() are removed.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from trainwarden.collectors.rank.device import DEVICES
+from trainwarden.collectors.rank.pending import time_on
 from trainwarden.collectors.rank.rank import IN_SUMS, Rank
 from trainwarden.collectors.rank.recompiles import RECOMPILES
 from trainwarden.collectors.rank.schedules import watch_schedule
@@ -40,11 +44,12 @@ MISSES: Final = 3
 _FORWARD_SEEN, _BACKWARD_SEEN = 1, 2
 
 
-def watch(w: Rank, model: Any, *optimizers: Any) -> "Watch | None":
+def watch(w: Rank, model: Any, *optimizers: Any, time_device: bool = True) -> "Watch | None":
     """Mark the phases of each step between w.begin() and w.end(). None: it cannot be done (said and counted).
 
     model: an nn.Module, or a schedule of torch.distributed.pipelining, whose micro-batches become spans. Call it once
     all that wraps the model has wrapped it. A phase that the script announces (evaluation, checkpoint) is left alone.
+    time_device: phases of a model on a CUDA device are timed there, unless attach() was given clock="cpu".
     """
     if w.why_off:
         return None
@@ -52,6 +57,8 @@ def watch(w: Rank, model: Any, *optimizers: Any) -> "Watch | None":
         modules = watch_schedule(w, model)
         watched = Watch(w, None if modules else model, optimizers)
         for module in modules or [model]:
+            if time_device and w._schedstat is None:
+                _time_on_device(w, module)
             tell_hidden(w, module, inside=bool(modules))
     except Exception:
         w._failed()
@@ -240,6 +247,11 @@ class Watch:
     def _fail(self) -> None:
         self._w._failed()
         self.remove()
+
+
+def _time_on_device(w: Rank, model: Any) -> None:
+    for kind in {parameter.device.type for parameter in model.parameters()} & DEVICES.keys():
+        time_on(w, kind)
 
 
 def phase_of(w: Rank) -> int:
