@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from tests.app.metrics_world import Scrape, Shown, asked, everything
 from tests.app.otlp_world import points
 from tests.detectors.world import JOB, START_NS
@@ -180,7 +181,8 @@ def test_a_run_is_shown_through_a_death_of_its_supervisor(tmp_path: Path) -> Non
     try:
         seen("checkpoints_total", 1, result="published")
         before = seen("incidents_opened_total", 1, kind="loss.nonfinite")
-        running.supervisor.kill()
+        running.until("the steps around it, as traces", lambda: any(map(_is_of_an_incident, _spans(web))))
+        running.supervisor.kill()  # of what it has not sent yet nobody hears
         running.supervisor.wait()
         running.supervisor = running.start()
         after = seen("steps_total", (before.get("steps_total", kind="new") or 0) + 20, kind="new")
@@ -214,13 +216,19 @@ def _a_receiver_of_otlp_had_it_too(web: Web) -> None:
     assert len(told) >= 2
     assert len({one.start_ns for one in told}) == 1, "through the death of the supervisor"
     assert [one.value for one in told] == sorted(one.value for one in told)
-    bodies = [ExportTraceServiceRequest.FromString(asked.body) for asked in web.asked if asked.path == "/v1/traces"]
-    spans = [
-        span for body in bodies for one in body.resource_spans for scope in one.scope_spans for span in scope.spans
-    ]
+    spans = _spans(web)
     roots = [span for span in spans if span.name == "step"]
     assert roots, "one of ten steps, and those around the step that was no number"
     assert all(0 < span.end_time_unix_nano - span.start_time_unix_nano < 60 * 10**9 for span in roots)
     assert all(abs(span.end_time_unix_nano / 1e9 - time.time()) < 600 for span in roots)
     assert {"rank 0", "rank 1"} & {span.name for span in spans}
-    assert any("trainwarden.incident_id" in {pair.key for pair in span.attributes} for span in roots)
+    assert any(map(_is_of_an_incident, spans))
+
+
+def _spans(web: Web) -> list[Span]:
+    bodies = [ExportTraceServiceRequest.FromString(asked.body) for asked in web.asked if asked.path == "/v1/traces"]
+    return [span for body in bodies for one in body.resource_spans for scope in one.scope_spans for span in scope.spans]
+
+
+def _is_of_an_incident(span: Span) -> bool:
+    return span.name == "step" and "trainwarden.incident_id" in {pair.key for pair in span.attributes}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.collectors.world import World, a_world, events, frames, poll, rows
+from tests.collectors.world import World, a_world, compute, events, frames, poll, rows
 
 import trainwarden.collectors.rank as tw
 from trainwarden.collectors.rank import rank as rank_module
@@ -319,13 +319,6 @@ def test_a_span_that_outlives_its_step_does_not_bend_the_next(world: World, cloc
     clock.spend(1)
     w.end()
     assert told(rows(poll(source), "step")[1]) == {"step_s": 1.0, "backward_s": 1.0}
-
-
-def compute(cpu_s: float) -> None:
-    """Several times what the scheduler's own account lags behind while a thread runs: a tick, 1 to 10 ms."""
-    end_s = time.thread_time() + cpu_s
-    while time.thread_time() < end_s:
-        pass
 
 
 def test_the_cpu_clock_takes_out_what_others_took(world: World) -> None:

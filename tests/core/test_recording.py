@@ -165,7 +165,7 @@ def test_damaged_rows_are_refused_one_by_one(tmp_path: Path) -> None:
     assert [str(error).removeprefix(f"{path}: ") for error in recording.refused] == [
         "row 1: Tick.seen_ns: missing",
         "row 2: a Subject is not recorded",
-        "row 3: frame: starts with b'TWFRAME9', not b'TWFRAME1'",
+        "row 3: frame: starts with b'TWFRAME9', not b'TWFRAME1' (a newer trainwarden wrote it: upgrade this one)",
         "row 4: empty",
     ]
 
