@@ -49,6 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
 
 
+def pytest_collection_finish() -> None:
+    """What was imported by now (torch and its like: a million objects) is here to stay: nobody need look for garbage in
+    it, which took the leak check up to a second a time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """One process takes what starts whole runs (it mostly waits, and two trainings at once would be too many for two

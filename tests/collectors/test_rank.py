@@ -1,7 +1,6 @@
 """What a training script says, as the agent hears it."""
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
