@@ -1,6 +1,7 @@
 """The agent's side: every rank's rows in one frame an epoch, and nothing that a broken or hostile file could do."""
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -74,6 +75,26 @@ def test_rows_come_once_and_live_frames_at_every_poll(world: World) -> None:
         assert [one.schema for one in out if isinstance(one, Frame)] == ["live"]
     steps(w, 4, 4)
     assert rows(poll(source), "step")["step"].tolist() == [4]
+
+
+def test_live_frames_come_seldom_unless_something_is_not_finite_or_somebody_comes_or_leaves(world: World) -> None:
+    source, now_ns = world.source(live_ns=10**9), 10**18
+    first = world.attach(0, 2)
+
+    def told(after_ms: int) -> int:
+        nonlocal now_ns
+        now_ns += after_ms * 10**6
+        return len(frames([*source.poll(now_ns)], "live"))
+
+    assert [told(0), told(250)] == [1, 0]
+    second = world.attach(1, 2)
+    assert [told(250), told(250)] == [1, 0]
+    first.begin(1)
+    assert [told(250), told(250), told(250), told(250)] == [0, 0, 1, 0]
+    first.value(LOSS, math.inf)
+    assert [told(250), told(250)] == [1, 0]
+    second.close()
+    assert [told(250), told(250), told(250)] == [1, 1, 0], "that it leaves, and who is left"
 
 
 def test_it_follows_the_ring_around_its_end(world: World) -> None:

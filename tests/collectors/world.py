@@ -44,8 +44,8 @@ class World:
         self._ranks.append(attach(rank=rank, world_size=world_size, **more))
         return self._ranks[-1]
 
-    def source(self) -> Rings:
-        self._sources.append(Rings(self.root, "n1", self.job, start_ns=time.time_ns()))
+    def source(self, live_ns: int = 0) -> Rings:
+        self._sources.append(Rings(self.root, "n1", self.job, start_ns=time.time_ns(), live_ns=live_ns))
         return self._sources[-1]
 
     def fork(self, run: Callable[[], object]) -> int:

@@ -21,8 +21,8 @@ STRETCH_MAX: Final = 8
 each (app/readings.py)."""
 
 URGENT: Final[Mapping[str, int]] = {"rings": 2, "looks": 2, "kernel-log": 4}
-"""By the first word of a source's name. rings: 0.25 s, and a death must be said within a second (app/node_jobs.py) and
-live frames come twice within what the hang detector calls fresh (1 s); looks: what a server asks while it confirms a
+"""By the first word of a source's name. rings: 0.25 s, and a death must be said within a second (app/node_jobs.py);
+looks: what a server asks while it confirms a
 hang (1 s); kernel-log: 0.5 s, for Xids that are to page within seconds."""
 
 EASE: Final = 0.8

@@ -42,6 +42,10 @@ RINGS_S: Final = 0.25
 this, a turn of the agent and one of the server (0.2 s each) are less, and still are where the agent's budget
 doubles this (app/budget.py)."""
 
+LIVE_NS: Final = 1_000_000_000
+"""Between two live frames of a job while nobody leaves and all is finite: at each look they would be four in five of
+all frames that a server of 12,500 nodes gets. The shortest budget of a hang is 10 s."""
+
 PROCESSES_NS: Final = 450_000_000
 """At least this long between two looks at what else befalls processes (OOM kills) while none has ended."""
 
@@ -145,7 +149,7 @@ class JobSource:
         """first: what the job has to be told before a hello of its ranks (the node's fault domains)."""
         self.where, self._node, self._first = where, node, first
         self.name = f"rings/{where.job}@{node}"
-        self._rings = Rings(where.root, node, where.job, start_ns=start_ns, name=self.name)
+        self._rings = Rings(where.root, node, where.job, start_ns=start_ns, name=self.name, live_ns=LIVE_NS)
         self._processes: Processes | None = None
         self._attempt = -1
         self._lived_ns, self._next_ns = start_ns, 0

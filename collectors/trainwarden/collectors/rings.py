@@ -38,6 +38,9 @@ start to the nanosecond."""
 TORN_NS: Final = 1_000_000_000
 """A row that is not whole for this long, and whose writer is gone, was torn by its end."""
 
+URGENT: Final = ("rank", "flags", "state")
+"""Of a live row: who there is, what is not finite, who has left."""
+
 QUIET_POLLS: Final = 3
 """A ring that will not be written any more is closed after this many polls without a new row."""
 
@@ -52,8 +55,13 @@ class Rings:
 
     period_s = 0.1
 
-    def __init__(self, directory: Path, node: str, job: JobId, *, start_ns: int, name: str = "") -> None:
-        """directory: the root that the ranks were told (TRAINWARDEN_DIR). name: other than `rings@<node>`."""
+    def __init__(
+        self, directory: Path, node: str, job: JobId, *, start_ns: int, name: str = "", live_ns: int = 0
+    ) -> None:
+        """directory: the root that the ranks were told (TRAINWARDEN_DIR). name: other than `rings@<node>`.
+
+        live_ns: between two live frames that differ in no rank's flags, state or epoch; 0: one is told at each poll.
+        """
         self.name = name or f"rings@{node}"
         self._job = job
         self._folder = Folder(directory / job / "rings", FILE_NAME)
@@ -70,6 +78,9 @@ class Rings:
         self._glance: Glance | None = None
         self._visited: set[int] = set()
         """Places in it of rings of which rows were looked at since: the next row may stand elsewhere."""
+        self._live_ns, self._live_told_ns = live_ns, 0
+        self._urgent: object = None
+        """What of the live rows told last is told at once when it changes."""
         self._told: tuple[object, list[tuple[int, NDArray[np.void]]]] = (None, [])
         """The live blocks told last, and the rows that were made of them: most polls find the same ones."""
 
@@ -216,6 +227,11 @@ class Rings:
                 ring.ending = True
             rows_R.flags.writeable = False
             self._told = now, [*_split(rows_R, _epochs(rings) | rows_R["lap"])]
+        if self._live_ns:
+            urgent = [(epoch, [rows_N[word].tolist() for word in URGENT]) for epoch, rows_N in self._told[1]]
+            if urgent == self._urgent and now_ns - self._live_told_ns < self._live_ns:
+                return
+            self._urgent, self._live_told_ns = urgent, now_ns
         for epoch, rows_N in self._told[1]:
             yield self._frame("live", epoch, rows_N, PHASES, now_ns)
 

@@ -55,9 +55,10 @@ class HangConfig:
     window: int = 2048
     """Stays remembered of each phase."""
 
-    fresh: timedelta = timedelta(seconds=1)
-    """A rank whose last live frame is older is blind, not hung. An agent of a node looks every 0.25 s, every 0.5 s when
-    it keeps to its budget, and hands on five times a second; a tenth of `floor`, so no hang is told late by it."""
+    fresh: timedelta = timedelta(seconds=3)
+    """A rank whose last live frame is older is blind, not hung. An agent of a node tells of live ranks once a second,
+    and sends once a second where it posts; three of those. At most a third of `floor` counts, or what an agent that
+    went silent did not tell would look like a hang."""
 
     confirm: timedelta = timedelta(seconds=1)
     """Without progress for this long after the first suspicion, the finding is final also without a stack."""
@@ -68,6 +69,11 @@ class HangConfig:
                 raise ConfigError(f"detectors.hang.{name}: need more than 0, got {getattr(self, name)}")
         if not 0 < self.quantile < 1:
             raise ConfigError(f"detectors.hang.quantile: need between 0 and 1, got {self.quantile}")
+
+    @property
+    def fresh_ns(self) -> int:
+        """What of `fresh` counts."""
+        return int(min(self.fresh, self.floor / 3).total_seconds() * 1e9)
 
 
 class Budgets:

@@ -110,9 +110,8 @@ class Hang:
         if not self._current(frame.job, frame.epoch):
             return
         moves = self._live.take(frame)
-        blind_ns = int(self._config.fresh.total_seconds() * 1e9)
         calm_ns = self._calm_ns if self._case is None else frame.seen_ns
-        self._budgets.learn(moves, blind_ns=blind_ns, not_before_ns=calm_ns)
+        self._budgets.learn(moves, blind_ns=self._config.fresh_ns, not_before_ns=calm_ns)
 
     def _hear(self, event: Event) -> None:
         data = event.data
@@ -179,7 +178,7 @@ class Hang:
         seen_R = row_R["seen_ns"] > 0
         left_R = (row_R["gone"] == LEFT) | (row_R["state"] == DETACHED)
         member_R = ~left_R & (row_R["gone"] == 0) & (seen_R | self._absent())
-        fresh_R = member_R & seen_R & (now_ns - row_R["seen_ns"] <= self._config.fresh.total_seconds() * 1e9)
+        fresh_R = member_R & seen_R & (now_ns - row_R["seen_ns"] <= self._config.fresh_ns)
         judged_R = fresh_R | (member_R & ~seen_R)
         if not fresh_R.any() or 2 * np.count_nonzero(judged_R) < np.count_nonzero(member_R):
             return None
