@@ -2,15 +2,21 @@
 
 import fcntl
 import os
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.collectors.dumpmaking import T0, a_dump, an_entry, as_json, pending, pickled
+from tests.fakes.web import serving
 
 from trainwarden.collectors.files.dumps import DumpFolder, DumpFolderConfig
+from trainwarden.collectors.nccl.debug_server import HANDLERS, Fetched
+from trainwarden.collectors.nccl.reader import DumpLimits
 from trainwarden.collectors.nccl.source import EMPTY_NS, DumpRequests, Dumps, DumpsConfig
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.kinds import missing_data
@@ -29,6 +35,7 @@ class Host:
 
     folder: Path
     processes: dict[int, ProcessId] = field(default_factory=dict)
+    fetched: Fetched = field(default_factory=lambda: Fetched(os.getuid()))
 
     def rank(self, number: int, /, *, pid: int = 0, **environment: str) -> None:
         process = ProcessId(pid=pid or 100 + number, start_time=1)
@@ -48,6 +55,7 @@ class Host:
             epoch=lambda: EPOCH,
             since_ns=since_ns,
             start_ns=START_NS,
+            fetched=self.fetched,
             proc=self.folder / "proc",
         )
 
@@ -59,14 +67,17 @@ class Host:
             owner_uid=os.getuid(),
             ranks=lambda: self.processes,
             start_ns=START_NS,
+            fetched=self.fetched,
             clock=lambda: 7,
             proc=self.folder / "proc",
         )
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(tmp_path)
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path)
+    yield made
+    made.fetched.close()
 
 
 def twice(source: Dumps, now_ns: int = 2 * T0) -> Seen:
@@ -224,6 +235,64 @@ def test_a_rank_is_asked_by_one_byte_in_its_pipe(host: Host) -> None:
     os.close(reader)
 
 
+WORKER = """
+import sys
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import _WorkerServer
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+for _ in range(3):
+    dist.all_reduce(torch.ones(4))
+server = _WorkerServer("::", 0)
+print(server.port, flush=True)
+sys.stdin.read()
+server.shutdown()
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_is_asked_by_torchs_debug_server(host: Host, tmp_path: Path) -> None:
+    """A real worker of it; the dump is read like any that lies in a folder."""
+    pytest.importorskip("torch")
+    command, env = [sys.executable, "-c", WORKER, str(tmp_path)], {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
+    with subprocess.Popen(
+        command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as rank:
+        assert rank.stdout is not None
+        port = int(rank.stdout.readline())
+        host.rank(0, LOCAL_RANK="1")
+        assert list(host.requests(DumpsConfig(worker_port=port - 1)).look(look(0))) == []
+    seen = twice(host.source(), time.time_ns())
+    assert kinds(seen) == ["collective", "dump"]
+    (frame,) = (item for item in seen if isinstance(item, Frame))
+    assert [frame.names[op].partition("/")[0] for op in frame.rows["op"]] == ["gloo:all_reduce"] * 3
+    (place,) = (Path(prefix).parent for prefix in host.fetched.prefixes)
+    host.fetched.close()
+    assert not place.exists()
+
+
+def test_what_is_no_debug_server_is_said_and_its_answers_are_read_as_anybodys(host: Host) -> None:
+    host.rank(0, LOCAL_RANK="0")
+    host.rank(1)
+    with serving() as web:
+        config = DumpsConfig(worker_port=int(web.url.rpartition(":")[2]), limits=DumpLimits(max_bytes=10_000))
+
+        def why() -> list[str]:
+            return [str(event.data["why"]) for event in host.requests(config).look(look(0, 1))]
+
+        web.body = b"\x80 no JSON"
+        assert why() == ["rank 1 cannot be asked for a dump: which port is its own is not known: LOCAL_RANK is not set"]
+        assert [asked.path for asked in web.asked] == [f"/handler/{HANDLERS[0]}"]
+        assert kinds(twice(host.source(), time.time_ns())) == ["dump.refused"]
+        web.body = b"x" * 10_001
+        assert "answered more than 10000 bytes" in why()[0]
+        web.status = 404
+        assert "answered 404" in why()[0]
+        assert [asked.path for asked in web.asked[-2:]] == [f"/handler/{handler}" for handler in HANDLERS]
+    assert "cannot be asked for a dump: its debug server gives no dump" in why()[0]
+    host.fetched.close()
+    assert not host.fetched.prefixes
+
+
 def test_why_a_rank_cannot_be_asked_is_said_without_waiting(host: Host) -> None:
     for rank in range(1, 5):
         host.rank(rank, TORCH_NCCL_DEBUG_INFO_PIPE_FILE="fr_")
@@ -241,7 +310,7 @@ def test_why_a_rank_cannot_be_asked_is_said_without_waiting(host: Host) -> None:
         "rank 2 cannot be asked for a dump: what lies there is no pipe of the job's user",
         "rank 3 cannot be asked for a dump: what lies there is no pipe of the job's user",
         "rank 4 cannot be asked for a dump: No such file or directory",
-        "rank 6 cannot be asked for a dump: where its pipe lies is not known: No such file or directory",
+        "rank 6 cannot be asked for a dump: where to ask it is not known: No such file or directory",
     ]
     assert (host.folder / "fr_2.pipe").read_text() == ""
 

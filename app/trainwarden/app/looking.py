@@ -77,7 +77,13 @@ class JobLooks:
         self._witnesses: Mapping[str, Witness] = {
             "stack": Stacks(node=node, job=self.job, ranks=lambda: job.ranks, start_ns=start_ns, hellos=hellos),
             "dump": DumpRequests(
-                config, node=node, job=self.job, owner_uid=job.where.uid, ranks=lambda: job.ranks, start_ns=start_ns
+                config,
+                node=node,
+                job=self.job,
+                owner_uid=job.where.uid,
+                ranks=lambda: job.ranks,
+                start_ns=start_ns,
+                fetched=job.fetched,
             ),
         }
         self._emit = Emitter(self.name, job=self.job, start_ns=start_ns)

@@ -17,6 +17,7 @@ from typing import Final
 
 from trainwarden.collectors.blind import Blind
 from trainwarden.collectors.folder import Folder
+from trainwarden.collectors.nccl.debug_server import Fetched
 from trainwarden.collectors.nccl.source import Dumps, DumpsConfig
 from trainwarden.collectors.processes import Processes
 from trainwarden.collectors.rings import Rings
@@ -153,6 +154,8 @@ class JobSource:
         self._processes: Processes | None = None
         self._attempt = -1
         self._lived_ns, self._next_ns = start_ns, 0
+        self.fetched = Fetched(where.uid)
+        """Dumps that its ranks' debug servers gave."""
         self.over = False
         """Nothing of it has lived for a while."""
         self.ranks: Mapping[int, ProcessId] = {}
@@ -184,6 +187,7 @@ class JobSource:
     def close(self) -> None:
         """Let its files go."""
         self._rings.close()
+        self.fetched.close()
         if self._processes is not None:
             self._processes.close()
 
@@ -235,6 +239,7 @@ class JobDumps:
                 epoch=lambda: job.epoch or Epoch(0),
                 since_ns=job.began_ns,
                 start_ns=now_ns,
+                fetched=job.fetched,
             )
         yield from (of_job(item, job.where.job) for item in self._dumps.poll(now_ns))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from trainwarden.core.errors import DeliveryError
@@ -57,10 +57,19 @@ def post_json(url: str, body: bytes, headers: Mapping[str, str], deadline_s: flo
     return _exchange(asked, deadline_s, also)
 
 
-def get(url: str, headers: Mapping[str, str], deadline_s: float, max_bytes: int, *, ca: Path | None = None) -> Reply:
+def get(
+    url: str,
+    headers: Mapping[str, str],
+    deadline_s: float,
+    max_bytes: int,
+    *,
+    ca: Path | None = None,
+    method: Literal["GET", "POST"] = "GET",
+) -> Reply:
     """GET what is there, uncompressed. Raises DeliveryError, also for an answer longer than max_bytes: half of one
-    would be taken for all of it. ca: whom TLS believes instead of those that the system believes."""
-    asked = _Asked("GET", url, None, {"Accept-Encoding": "identity", **headers}, max_bytes + 1)
+    would be taken for all of it. ca: whom TLS believes instead of those that the system believes. method: POST, with
+    nothing in it, where a server gives its answers to that alone."""
+    asked = _Asked(method, url, None, {"Accept-Encoding": "identity", **headers}, max_bytes + 1)
     reply = _exchange(asked, deadline_s, run=None if ca is None else partial(_run, tls=_believing(ca)))
     if len(reply.body) > max_bytes:
         raise DeliveryError(f"{place_of(url)}: answered more than {max_bytes} bytes", retryable=True)

@@ -26,6 +26,8 @@ class Places:
     prefixes: tuple[str, ...]
     pipe: str
     """Then `.pipe`; empty: it takes no requests."""
+    local_rank: int | None
+    """As torchrun says it; None: it does not."""
 
 
 def read_places(pid: int, proc: Path = PROC) -> Places:
@@ -44,4 +46,5 @@ def read_places(pid: int, proc: Path = PROC) -> Places:
     return Places(
         prefixes=tuple(os.path.join(where, prefix) for prefix in prefixes),
         pipe=os.path.join(where, pipe) if pipe else "",
+        local_rank=int(local) if (local := said.get("LOCAL_RANK", "")).isdecimal() and len(local) < 5 else None,
     )

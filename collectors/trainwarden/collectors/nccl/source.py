@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from trainwarden.collectors.blind import Blind
 from trainwarden.collectors.folder import Folder
+from trainwarden.collectors.nccl.debug_server import Fetched
 from trainwarden.collectors.nccl.dumps import PATH_MAX, Dump, NotRead, Teller, read_dumps
 from trainwarden.collectors.nccl.places import PIPE_KEY, Places, read_places
 from trainwarden.collectors.nccl.reader import DumpLimits
@@ -49,12 +50,18 @@ class DumpsConfig:
     pipe: str = ""
     """The same for TORCH_NCCL_DEBUG_INFO_PIPE_FILE; empty: what the ranks' environment says."""
 
+    worker_port: int = 0
+    """Where ranks that call `torch.distributed.debug.start_debug_server(worker_port=PORT + LOCAL_RANK)` answer, as
+    PORT: they are then asked there, not by their pipe. 0: they do not."""
+
     limits: DumpLimits = field(default_factory=DumpLimits)
 
     def __post_init__(self) -> None:
         for key, paths in (("prefixes", self.prefixes), ("pipe", (self.pipe,) if self.pipe else ())):
             if not all(os.path.isabs(path) for path in paths):
                 raise ConfigError(f"collectors.dumps.{key}: need absolute paths, got {', '.join(paths)}")
+        if not 0 <= self.worker_port < 65536:
+            raise ConfigError(f"collectors.dumps.worker_port: need a port or 0, got {self.worker_port}")
 
 
 class _Environments:
@@ -87,16 +94,17 @@ class Dumps:
         epoch: Callable[[], Epoch],
         since_ns: int,
         start_ns: int,
+        fetched: Fetched | None = None,
         proc: Path = PROC,
     ) -> None:
         """ranks, epoch: the job's processes here, and its epoch, as they are now; owner_uid: the job's user; since_ns:
-        when the job began."""
+        when the job began; fetched: where DumpRequests puts what it got."""
         self.name = f"dumps@{node}"
         self._config, self._owner_uid, self._since_ns = config, owner_uid, since_ns
         self._ranks, self._epoch = ranks, epoch
         emit = Emitter(self.name, job=job, start_ns=start_ns)
         self._tell, self._blind = Teller(emit, job, start_ns=start_ns), Blind(emit)
-        self._places = _Environments(proc)
+        self._places, self._fetched = _Environments(proc), fetched
         self._quorums: dict[str, Folder] = {}
         self._seen: Mapping[str, _Stamp] = {}
         self._taken: dict[str, _Stamp] = {}
@@ -129,12 +137,13 @@ class Dumps:
 
     def _prefixes(self, process: ProcessId, now_ns: int) -> Generator[Event, None, tuple[str, ...]]:
         """Where a process's dumps may lie; an event if that is not known."""
-        named = self._config.prefixes
+        fetched = () if self._fetched is None else self._fetched.prefixes
+        named = self._config.prefixes + fetched
         try:
             return named + self._places(process).prefixes
         except OSError as error:
             why = f"{error.strerror}: where ranks write dumps is not known; name it by collectors.dumps.prefixes"
-            yield from () if named else self._blind(f"environment of processes: {why}", now_ns)
+            yield from () if self._config.prefixes else self._blind(f"environment of processes: {why}", now_ns)
         return named
 
     def _below(self, prefix: str, now_ns: int) -> Iterator[str]:
@@ -202,8 +211,9 @@ class _Told:
 
 
 class DumpRequests:
-    """Witness: asks ranks of this host for a dump by their recorder's pipe. It never waits: the dump that is written
-    then (0.9 to 1.2 s later) is found by Dumps; here is told only who cannot be asked."""
+    """Witness: asks ranks of this host for a dump, by their recorder's pipe or by torch's debug server. For the pipe it
+    never waits: the dump that is written then (0.9 to 1.2 s later) is found by Dumps, as is what the server answered;
+    here is told only who cannot be asked."""
 
     def __init__(
         self,
@@ -214,10 +224,13 @@ class DumpRequests:
         owner_uid: int,
         ranks: Ranks,
         start_ns: int,
+        fetched: Fetched | None = None,
         clock: Clock = unix_ns,
         proc: Path = PROC,
     ) -> None:
+        """fetched: where answers of the debug server go; None: it is not asked."""
         self._config, self._owner_uid, self._ranks, self._clock = config, owner_uid, ranks, clock
+        self._fetched = fetched
         self._emit = Emitter(f"dump-requests@{node}", job=job, start_ns=start_ns)
         self._places = _Environments(proc)
 
@@ -236,10 +249,13 @@ class DumpRequests:
 
     def _ask(self, rank: int, process: ProcessId) -> tuple[str, str] | None:
         """(path, why) where it cannot be asked."""
+        port = self._config.worker_port
         try:
+            if port and self._fetched is not None:
+                return self._fetched.fetch(rank, self._places(process), port, self._config.limits.max_bytes)
             pipe = self._config.pipe or self._places(process).pipe
         except OSError as error:
-            return "", f"where its pipe lies is not known: {error.strerror}"
+            return "", f"where to ask it is not known: {error.strerror}"
         if not pipe:
             return "", f"no requests are taken: {PIPE_KEY} is not set"
         path = f"{pipe}{rank}.pipe"
