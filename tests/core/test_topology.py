@@ -1,12 +1,15 @@
 """From hellos to the table of ranks, and how state is carried from one table to the next."""
 
+import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
+from tests.detectors.world import step_matrix
 
 from trainwarden.core.model import Epoch, Event, JobId, Json, Subject, Topology
-from trainwarden.core.topology import DOMAIN_SOURCES, SITE, Domains, carried, make_topology, peer_group_R
+from trainwarden.core.topology import DOMAIN_SOURCES, SITE, Domains, carried, make_topology, peer_group_R, tokens_of
 
 JOB = JobId("nano")
+NAN = float("nan")
 
 
 def hello(rank: int, **data: Json) -> Event:
@@ -131,3 +134,22 @@ def test_a_word_that_is_none_is_refused(data: dict[str, Json]) -> None:
     assert not Domains().hear(
         Event(kind="node.domains", subject=subject, source="slurm@n1", seq=0, t_ns=0, seen_ns=0, data=data)
     )
+
+
+@pytest.mark.parametrize(
+    ("coords", "tokens", "sum_"),
+    [
+        pytest.param([{}, {}, {}], [1, 2, 4], 7, id="nothing is said"),
+        pytest.param([{"dp": 0}, {"dp": 0}, {"dp": 1}], [1, 2, 4], 7, id="nothing but dp"),
+        pytest.param([{"dp": 0, "tp": 0}, {"dp": 0, "tp": 1}, {"dp": 1, "tp": 0}], [8, 8, 4], 12, id="tp"),
+        pytest.param([{"dp": 0, "cp": 0}, {"dp": 0, "cp": 1}, {}], [8, 7, 4], 12, id="cp, and one that says nothing"),
+        pytest.param([{"dp": 0, "pp": 0}, {"dp": 0, "pp": 1}, {"dp": 1, "pp": 1}], [NAN, 8, 4], 12, id="pp"),
+        pytest.param([{"dp": 0, "ep": 0, "tp": 0}, {"dp": 0, "ep": 1, "tp": 0}, {"tp": 1}], [8, 4, 2], 14, id="ep"),
+        pytest.param([{"dp": 0, "tp": 0}, {}, {}], [-5, NAN, NAN], NAN, id="no rank tells any"),
+    ],
+)
+def test_ranks_that_work_on_the_same_tokens_count_once(
+    coords: list[dict[str, Json]], tokens: list[float], sum_: float
+) -> None:
+    topology = made(*(hello(rank, coords=said) for rank, said in enumerate(coords)))
+    assert_array_equal(tokens_of(step_matrix(topology, 1, {"tokens": np.array(tokens)})), sum_)

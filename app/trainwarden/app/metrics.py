@@ -31,8 +31,9 @@ from trainwarden.app.publisher import Saves
 from trainwarden.app.sources_seen import SourcesSeen
 from trainwarden.core.kinds import KINDS
 from trainwarden.core.model import Event, Frame, Incident, JobId, Outcome, Plan, StepMatrix, Tick, Tier
-from trainwarden.core.records import FEATURES, GRAD_NONFINITE, LOCAL_NONFINITE, LOSS_NONFINITE, attempt_of
+from trainwarden.core.records import GRAD_NONFINITE, LOCAL_NONFINITE, LOSS_NONFINITE, attempt_of
 from trainwarden.core.signals import SIGNALS
+from trainwarden.core.topology import tokens_of
 from trainwarden.core.version import __version__
 from trainwarden.detectors.straggler import OwnWorkSeen
 from trainwarden.remediation.guards import GUARDS
@@ -59,7 +60,6 @@ _FATES: Final = ("rows", "copies", "late", "late_spans", "old_epoch", "garbage")
 """Of StepCounters, those that count rows."""
 _RESTORED: Final = ("rows_total", "plan_refusals_total")
 """Of Vitals.counts, those that go on by themselves after a restart: what they begin with was counted before."""
-_TOKENS: Final = FEATURES.index("tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +145,7 @@ class JobMetrics:
 
     def step(self, matrix: StepMatrix) -> None:
         """A step has closed."""
-        slowest, tokens_R = working_s(matrix), matrix.values_FR[_TOKENS]
-        flags, tokens = int(np.bitwise_or.reduce(matrix.flags_R)), float(tokens_R[tokens_R > 0].sum(dtype=np.float64))
+        slowest, tokens, flags = working_s(matrix), tokens_of(matrix), int(np.bitwise_or.reduce(matrix.flags_R))
         with self._lock:
             highest = self._split.highest_step
             if not self._split.feed(matrix):

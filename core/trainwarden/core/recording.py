@@ -27,6 +27,7 @@ from trainwarden.core.errors import DataError
 from trainwarden.core.fromjson import INT64
 from trainwarden.core.model import Event, Frame, StepMatrix, Tick
 from trainwarden.core.records import FEATURES
+from trainwarden.core.topology import tokens_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -175,7 +176,7 @@ def step_table(steps: Iterable[StepMatrix], *, by_rank: bool = False) -> "pd.Dat
     """Closed steps in the order in which they closed; needs pandas (extra `dashboards`). 180 bytes a row.
 
     A row a step: epoch, step, batch, seen_ns, partial, flags (those of all ranks together) and FEATURES: times of the
-    slowest rank, tokens of all ranks, anything else as the lowest rank tells it; NaN: no rank does.
+    slowest rank, tokens as topology.tokens_of, anything else as the lowest rank tells it; NaN: no rank does.
     by_rank: a row a step and rank that was seen, with its own values (for small runs: so many times the rows).
     """
     import pandas as pd
@@ -190,19 +191,19 @@ def step_table(steps: Iterable[StepMatrix], *, by_rank: bool = False) -> "pd.Dat
                 values.extend(matrix.values_FR[:, rank])
         else:
             keys.extend((*told, int(np.bitwise_or.reduce(matrix.flags_R))))
-            values.extend(_over_ranks(matrix.values_FR))
+            values.extend(_over_ranks(matrix))
     table = pd.DataFrame(np.frombuffer(keys, np.int64).reshape(-1, len(names)), columns=names)
     numbers = np.frombuffer(values, np.float64).reshape(-1, len(FEATURES))
     return table.astype({"partial": bool}).join(pd.DataFrame(numbers, columns=list(FEATURES)))
 
 
-def _over_ranks(values_FR: NDArray[np.float32]) -> NDArray[np.float64]:
+def _over_ranks(matrix: StepMatrix) -> NDArray[np.float64]:
+    values_FR = matrix.values_FR
     known_FR = ~np.isnan(values_FR)
     lowest_F = known_FR.argmax(axis=1)[:, None]
     value_F = np.take_along_axis(values_FR, lowest_F, axis=1)[:, 0].astype(np.float64)
     value_F[_TIMES] = np.fmax.reduce(values_FR[_TIMES], axis=1)
-    if known_FR[_TOKENS].any():
-        value_F[_TOKENS] = np.nansum(values_FR[_TOKENS], dtype=np.float64)
+    value_F[_TOKENS] = tokens_of(matrix)
     return value_F
 
 

@@ -107,7 +107,7 @@ _ROWS = (
     _gauge("last_step_timestamp_seconds", "when the newest step closed (Unix time)"),
     _gauge("last_new_step_timestamp_seconds", "when a step closed that no attempt had reached before (Unix time)"),
     _counter("steps", "closed steps: `kind` is `new` or `repeated`", "kind"),
-    _counter("tokens", "tokens of all closed steps, repeated ones too"),
+    _counter("tokens", "tokens of all closed steps, repeated ones too; ranks of one data-parallel place count once"),
     # how fast
     _gauge(
         "step_window_seconds",

@@ -4,17 +4,20 @@ A hello is written by the job's tenant, so every value in it is checked: what is
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from itertools import islice
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwarden.core.model import Epoch, Event, JobId, Json, Topology
+from trainwarden.core.model import Epoch, Event, JobId, Json, StepMatrix, Topology
+from trainwarden.core.records import FEATURES
 
 DIMENSIONS: Final = ("pp", "tp", "dp", "ep", "cp")
 """Columns of Topology.coords_RP: pipeline, tensor, data, expert and context parallel."""
 
+_TOKENS: Final = FEATURES.index("tokens")
 _COORD_MAX: Final = int(np.iinfo(np.int16).max)
 
 DOMAIN_SOURCES: Final = ("site", "nvml", "slurm", "labels")
@@ -129,6 +132,29 @@ def peer_group_R(topology: Topology) -> NDArray[np.int32]:
     """
     _, group_R = np.unique(topology.coords_RP[:, DIMENSIONS.index("pp")], return_inverse=True)
     return group_R.astype(np.int32)
+
+
+def tokens_of(matrix: StepMatrix) -> float:
+    """Tokens of a step, over all ranks that tell; NaN: none does.
+
+    Ranks of one data-parallel place (equal dp and ep, with a pp, tp or cp beside them) work on the same tokens and
+    count once, with the most that one of them tells. A rank that did not say its dp counts for itself.
+    """
+    tokens_R = np.where(matrix.values_FR[_TOKENS] >= 0, matrix.values_FR[_TOKENS], np.nan)
+    group_R = _replicas_R(matrix.topology)
+    most_G = np.full(int(group_R.max(initial=-1)) + 1, np.nan)
+    np.fmax.at(most_G, group_R, tokens_R)
+    told_G = most_G[~np.isnan(most_G)]
+    return float(told_G.sum()) if len(told_G) else np.nan
+
+
+@lru_cache(maxsize=8)
+def _replicas_R(topology: Topology) -> NDArray[np.int64]:
+    """Dense group ids of ranks that work on the same tokens."""
+    pp_R, tp_R, dp_R, ep_R, cp_R = topology.coords_RP.T.astype(np.int64)
+    shares_R = (dp_R >= 0) & ((pp_R >= 0) | (tp_R >= 0) | (cp_R >= 0))
+    key_R = np.where(shares_R, dp_R << 16 | ep_R & 0xFFFF, -1 - np.arange(len(dp_R)))
+    return np.asarray(np.unique(key_R, return_inverse=True)[1])
 
 
 def _text(value: Json) -> str:
