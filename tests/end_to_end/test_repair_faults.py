@@ -152,6 +152,7 @@ def test_a_frozen_supervisor_that_wakes_up_after_the_take_over_does_nothing_more
 # more than one fault
 
 
+@pytest.mark.slow
 def test_a_fault_that_comes_again_in_every_attempt_ends_at_the_budget(start: Callable[..., Running]) -> None:
     running = start("again", *LIGHT, "--steps", "400", "--die-from", "2", "--die-after", "4", policy=policy(failed=9))
     until_published(running)

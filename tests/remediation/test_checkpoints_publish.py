@@ -328,9 +328,9 @@ def test_a_disk_that_is_full_anywhere_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "act",
     [
-        pytest.param(lambda root: close_attempt(root, 1, nobody_else), id="closing an attempt"),
+        pytest.param(lambda root: close_attempt(root, 1, nobody_else), id="closing an attempt", marks=pytest.mark.slow),
         pytest.param(lambda root: store(root).pin("step-40-4294967296"), id="pinning"),
-        pytest.param(lambda root: store(root).prune(1, (), nobody_else), id="pruning"),
+        pytest.param(lambda root: store(root).prune(1, (), nobody_else), id="pruning", marks=pytest.mark.slow),
     ],
 )
 def test_killed_anywhere_what_is_left_verifies_and_it_can_be_done_again(
