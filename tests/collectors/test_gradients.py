@@ -248,12 +248,15 @@ def test_under_fsdp2_the_unsharded_gradient_is_seen_and_no_bit_changes(world: Wo
         assert watched.collectives == plain.collectives + gathers
         torch.save([own_norm(weights, rank, step) for step, weights in enumerate(whole)], tmp_path / f"{rank}.pt")
         assert watch_gradients(w, model), "again: nothing more is done"
-        if rank == BAD:
-            model[-2].register_full_backward_hook(lambda *_: (torch.full((4, 48), float("nan")),))
-        Trained(w, rank, 20, model)
+        for first, scale in ((20, None), (40, lambda: SCALE)):
+            spoilt = sharded()
+            assert watch_gradients(w, spoilt, scale=scale)
+            if rank == BAD:
+                spoilt[-2].register_full_backward_hook(lambda *_: (torch.full((4, 48), float("nan")),))
+            Trained(w, rank, first, spoilt)
         halves = sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
         assert watch_gradients(w, halves)
-        Trained(w, rank, 30, halves)
+        Trained(w, rank, 50, halves)
 
     out = on_ranks(world, tmp_path, 2, work)
     for rank in range(2):
@@ -261,7 +264,9 @@ def test_under_fsdp2_the_unsharded_gradient_is_seen_and_no_bit_changes(world: Wo
         assert norms[STEPS : 2 * STEPS].tolist() == pytest.approx(torch.load(tmp_path / f"{rank}.pt"), rel=1e-5)
         assert np.isnan(norms[:STEPS]).all(), "not watched"
         assert nonfinite[2 * STEPS] == (rank == BAD), "the others have it a step later"
-        assert np.isnan(norms[3 * STEPS :]).all(), "float16: divided ahead of us"
+        assert not nonfinite[3 * STEPS :].any(), "with a loss scale it may be an overflow, which is routine"
+        assert np.isnan(norms[3 * STEPS]) == (rank == BAD)
+        assert np.isnan(norms[4 * STEPS :]).all(), "float16: divided ahead of us"
     assert "float16" in str(blind(out))
 
 
@@ -342,16 +347,15 @@ def test_buckets_of_the_shape_of_megatrons_are_told_by_hand(world: World) -> Non
     buckets = [SimpleNamespace(grad_data=torch.full((size,), 3.0 * SCALE)) for size in (7, 9)]
     ddp = SimpleNamespace(buffers=[SimpleNamespace(buckets=buckets[:1]), SimpleNamespace(buckets=buckets[1:])])
     source, w = world.source(), world.attach()
-    for step, bad in enumerate((0.0, float("inf"))):
+    for step, (bad, scale) in enumerate(((0.0, lambda: SCALE), (float("inf"), lambda: SCALE), (0.0, None))):
         w.begin(step)
         buckets[1].grad_data[0] += bad
-        tell_gradients(
-            w, (bucket.grad_data for buffer in ddp.buffers for bucket in buffer.buckets), scale=lambda: SCALE
-        )
+        tell_gradients(w, (bucket.grad_data for buffer in ddp.buffers for bucket in buffer.buckets), scale=scale)
         w.end()
     norms, nonfinite = told(poll(source), 0)
     assert norms[0] == 12.0
-    assert nonfinite.tolist() == [False, True]
+    assert np.isnan(norms[1]), "with a loss scale it may be an overflow"
+    assert nonfinite.tolist() == [False, False, True]
 
 
 def test_between_steps_nothing_is_told(world: World, capfd: pytest.CaptureFixture[str]) -> None:

@@ -291,6 +291,22 @@ def test_what_is_not_finite_there_is_flagged_on_its_step_and_seen_at_once(
     assert (live(out), flags(out)) == ((8, 0), [(7, 0)])
 
 
+def test_what_may_be_an_overflow_of_a_loss_scale_is_not_told_unless_it_is_finite(world: World, device: Device) -> None:
+    w, source = world.attach(), world.source()
+    for step, norm in enumerate((math.inf, 2.0)):
+        w.begin(step)
+        w._value(GRAD_NORM, Tensor(norm), "local", flagged=False)
+        w.end()
+    device.run()
+    w.begin(2)
+    out = poll(source)
+    assert flags(out) == [(0, 0), (1, 0)]
+    assert live(out) == (2, 0)
+    told = rows(out, "step")["values"][:, FEATURES.index("local_grad_norm")]
+    assert np.isnan(told[0])
+    assert told[1] == 2.0
+
+
 def test_the_closed_step_has_the_loss_of_the_device(world: World, device: Device) -> None:
     w, source = world.attach(), world.source()
     out = poll(source)

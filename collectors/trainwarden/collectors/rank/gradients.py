@@ -15,8 +15,9 @@ norm of the averaged gradient is at most the mean of the ranks' local ones.
 - Tensor or context parallelism: it is the norm of the rank's own share, comparable among ranks of equal `tp` and `cp`.
 - FSDP2: gradients are seen in the dtype they are reduced in. Reentrant checkpointing around a sharded module starts
   backwards of its own, and then only the last one's gradients are told.
-- A norm above 1.8e19 counts as infinite: its square has no place in a float32. With a dynamic loss scale overflows are
-  routine, the scaler skips their steps, and each is told as what it is: not finite, on the rank where it arose.
+- A norm above 1.8e19 counts as infinite: its square has no place in a float32. Where a loss scale is told, what is not
+  finite is not told: with a dynamic one overflows are routine, and the scaler skips their steps. A NaN that is none of
+  those ruins the loss, which is looked at by itself.
 
 Anything else is blind, which the hello says. No collective is started and no device waited for; a failure of ours is
 counted, said once and ends the watching, while the reduction goes on. Never met a GPU.
@@ -167,7 +168,7 @@ class _Gradients:
         self._norms.clear()
         if self._scale is not None:
             norm = norm / self._loss_scale(norm)
-        self._w.value(GRAD_NORM, norm, scope="local")
+        self._w._value(GRAD_NORM, norm, "local", flagged=self._scale is None)
 
     def _loss_scale(self, norm: Any) -> Any:
         """A scaler's get_scale() waits for the device; one, scaled, does not."""

@@ -68,7 +68,7 @@ class _Value:
     at: int
     """Where it goes in the row; -1: it is a reading."""
     flag: int
-    """Raised if it is not finite."""
+    """Raised if it is not finite; 0: it is then not told."""
     slot: Any
     event: Any
     given: tuple[float, int, int]
@@ -244,6 +244,8 @@ class Pending:
                 ring.detail("value", value.name, (amount, nan, nan), at=at, step=number, lap=lap)
             return
         if not LOW < amount < HIGH:
+            if not value.flag:
+                return
             step.flags |= value.flag
             self._found |= value.flag
             self._rank._words[LIVE_FLAGS] |= value.flag

@@ -334,10 +334,10 @@ class Rank:
             self._sums.take_over(self._plain)
             self._phase = IN_SUMS
 
-    def _value(self, name: Feature | str, value: object, scope: Scope | None) -> None:
+    def _value(self, name: Feature | str, value: object, scope: Scope | None, flagged: bool = True) -> None:
         try:
             if self._ring is not None:
-                give(self, name, value, scope)
+                give(self, name, value, scope, flagged)
         except Exception:
             self._failed()
 

@@ -38,8 +38,11 @@ _PLACES: Final[dict[bool, dict[int | str, _Place]]] = {
 }
 
 
-def give(w: "Rank", name: Feature | str, value: object, scope: Scope | None) -> None:
-    """Rank.value(), the long way. Raises RefusedValue."""
+def give(w: "Rank", name: Feature | str, value: object, scope: Scope | None, flagged: bool = True) -> None:
+    """Rank.value(), the long way. flagged: whether what is not finite is flagged; else it is not told at all.
+
+    Raises RefusedValue.
+    """
     place = _PLACES[scope == "local"].get(name)
     kind = None
     if isinstance(value, float):
@@ -55,7 +58,11 @@ def give(w: "Rank", name: Feature | str, value: object, scope: Scope | None) -> 
             pending_of(w, kind).value(str(name), None, 0, value)
         return
     column, flag, at = place
+    if not flagged:
+        flag = 0
     if kind is None and not LOW < amount < HIGH:
+        if not flagged:
+            return
         _raise_flag(w, flag)
     if w._open is not w._plain:
         w._wrong(f"value({FEATURE_NAMES[name]}) between end() and begin() belongs to no step")
