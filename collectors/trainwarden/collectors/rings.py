@@ -80,7 +80,7 @@ class Rings:
         """Places in it of rings of which rows were looked at since: the next row may stand elsewhere."""
         self._live_ns, self._live_told_ns = live_ns, 0
         self._urgent: object = None
-        """What of the live rows told last is told at once when it changes."""
+        """What of the newest live rows is told at once when it changes."""
         self._told: tuple[object, list[tuple[int, NDArray[np.void]]]] = (None, [])
         """The live blocks told last, and the rows that were made of them: most polls find the same ones."""
 
@@ -227,11 +227,14 @@ class Rings:
                 ring.ending = True
             rows_R.flags.writeable = False
             self._told = now, [*_split(rows_R, _epochs(rings) | rows_R["lap"])]
+            if self._live_ns:
+                urgent = [(epoch, [rows_N[word].tolist() for word in URGENT]) for epoch, rows_N in self._told[1]]
+                self._live_told_ns = self._live_told_ns if urgent == self._urgent else now_ns - self._live_ns
+                self._urgent = urgent
         if self._live_ns:
-            urgent = [(epoch, [rows_N[word].tolist() for word in URGENT]) for epoch, rows_N in self._told[1]]
-            if urgent == self._urgent and now_ns - self._live_told_ns < self._live_ns:
+            if now_ns - self._live_told_ns < self._live_ns:
                 return
-            self._urgent, self._live_told_ns = urgent, now_ns
+            self._live_told_ns = now_ns
         for epoch, rows_N in self._told[1]:
             yield self._frame("live", epoch, rows_N, PHASES, now_ns)
 
