@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from prometheus_client import Metric as Family
 
-from trainwarden.alerts.notify.terminal import printable
 from trainwarden.app.effective import TimeSplit, working_s
 from trainwarden.app.exposition import BUCKETS_S, PHASES, Key, families, quantiles
 from trainwarden.app.outage import KIND
@@ -31,6 +30,7 @@ from trainwarden.app.publisher import Saves
 from trainwarden.app.sources_seen import SourcesSeen
 from trainwarden.core.kinds import KINDS
 from trainwarden.core.model import Event, Frame, Incident, JobId, Outcome, Plan, StepMatrix, Tick, Tier
+from trainwarden.core.printable import printable
 from trainwarden.core.records import GRAD_NONFINITE, LOCAL_NONFINITE, LOSS_NONFINITE, attempt_of
 from trainwarden.core.signals import SIGNALS
 from trainwarden.core.topology import tokens_of

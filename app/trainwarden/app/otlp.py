@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags, set_span_in_context
 
-from trainwarden.alerts.notify.terminal import printable
 from trainwarden.app.story import IncidentStory
 from trainwarden.app.traces import SpanPlan, spans_of
 from trainwarden.core.model import JobId
+from trainwarden.core.printable import printable
 from trainwarden.core.version import __version__
 
 QUEUE_SPANS: Final = 2048

@@ -15,12 +15,12 @@ from typing import Final
 
 from prometheus_client import Metric as Family
 
-from trainwarden.alerts.notify.terminal import printable
 from trainwarden.app.endpoint import ExportConfig, Listening
 from trainwarden.app.exposition import families, family_of
 from trainwarden.app.isolation import SourceState
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import Event, Frame
+from trainwarden.core.printable import printable
 from trainwarden.core.readings import READINGS, Subjects
 from trainwarden.core.signals import Metric
 from trainwarden.core.version import __version__

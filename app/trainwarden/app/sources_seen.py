@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
-from trainwarden.alerts.notify.terminal import printable
 from trainwarden.core.model import Event, Frame
+from trainwarden.core.printable import printable
 
 GONE_NS: Final = 15 * 60 * 10**9
 """A node that nothing was heard of for so long is not shown any more: neither healthy nor blind is known of it."""

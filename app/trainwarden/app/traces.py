@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from trainwarden.alerts.notify.terminal import printable
 from trainwarden.app.otlp_target import check, headers_of, url_of
 from trainwarden.app.story import IncidentStory, PlanStory
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import Incident, JobId, Outcome
+from trainwarden.core.printable import printable
 from trainwarden.core.records import attempt_of
 from trainwarden.remediation.plans import DONE
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from trainwarden.alerts.notify.terminal import printable
 from trainwarden.core.clock import Clock, unix_ns
 from trainwarden.core.errors import ConfigError, DeliveryError
 from trainwarden.core.kinds import KINDS
 from trainwarden.core.model import Incident, Json, Notice, Tier
 from trainwarden.core.net import place_of, post_json, value_at
+from trainwarden.core.printable import printable
 from trainwarden.core.version import __version__
 
 ALERTNAME: Final = "TrainwardenIncident"

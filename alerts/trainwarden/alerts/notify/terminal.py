@@ -14,6 +14,7 @@ from rich.text import Text
 from trainwarden.core.errors import DeliveryError
 from trainwarden.core.kinds import KINDS
 from trainwarden.core.model import Notice, Tier
+from trainwarden.core.printable import printable
 
 KEYS_MAX = 10_000
 """Keys remembered, so that a notice that is handed over again is printed once."""
@@ -85,12 +86,3 @@ def _advice(notice: Notice) -> str:
     runbook = KINDS[incident.kind].runbook if incident.kind in KINDS else ""
     would = "" if incident.plans else f" Would do: {incident.action}."
     return would + (f" Runbook: {runbook}." if runbook and notice.change == "opened" else "")
-
-
-def printable(text: str) -> str:
-    """Text that can do nothing to a terminal.
-
-    >>> printable("a\\x1b[2Jb\\nc")
-    'a\\\\x1b[2Jb\\\\nc'
-    """
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

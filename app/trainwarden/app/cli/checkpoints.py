@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainwarden.alerts.notify.terminal import printable
 from trainwarden.app.folders import state_folder
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import JobId
+from trainwarden.core.printable import printable
 from trainwarden.core.records import attempt_of
 from trainwarden.remediation.checkpoints.dcp import DcpStore
 from trainwarden.remediation.checkpoints.select import Entry

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainwarden.alerts.notify.terminal import printable
 from trainwarden.app.cli.agent import Config, Node
 from trainwarden.app.doctor import Check, Level, examine, exit_status
 from trainwarden.app.doctor_facts import gather
@@ -20,6 +19,7 @@ from trainwarden.app.node_sources import load_node_settings
 from trainwarden.app.surroundings import load_run_settings
 from trainwarden.core.durations import parse_duration
 from trainwarden.core.errors import ConfigError
+from trainwarden.core.printable import printable
 
 STYLES: dict[Level, str] = {"ok": "green", "note": "dim", "warning": "yellow", "error": "bold red"}
 

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trainwarden.alerts.notify.terminal import printable
 from trainwarden.app.cli.agent import Config, Node, stop_at_signals
 from trainwarden.app.cli.run import say
 from trainwarden.app.node_agent import Gathering, gather, node_name, recorded
@@ -20,6 +19,7 @@ from trainwarden.core.codec import dumps
 from trainwarden.core.durations import parse_duration
 from trainwarden.core.errors import ConfigError
 from trainwarden.core.model import Finding, Incident
+from trainwarden.core.printable import printable
 from trainwarden.core.recording import Recording
 
 _UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
